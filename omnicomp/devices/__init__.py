@@ -1,0 +1,84 @@
+"""Devices, discovered by the entry-point group `omnicomp.devices`: adding one edits no dispatcher.
+
+`cpu` and `cuda` are built in, and are there also when omnicomp runs from a checkout that was never installed.
+"""
+
+import functools
+import importlib.metadata
+import logging
+from typing import Final
+
+import torch
+
+from omnicomp.devices.base import Capabilities, Device
+from omnicomp.devices.cpu import CpuDevice
+from omnicomp.devices.cuda import CudaDevice
+from omnicomp.errors import DeviceError, nearest
+
+__all__ = ["GROUP", "Capabilities", "Device", "device_names", "get_device", "load_errors", "primary_device"]
+
+log = logging.getLogger("omnicomp.devices")
+
+GROUP: Final = "omnicomp.devices"
+BUILT_IN: Final[dict[str, type[Device]]] = {"cpu": CpuDevice, "cuda": CudaDevice}
+
+
+@functools.cache
+def _discover() -> tuple[dict[str, Device], dict[str, str]]:
+    """Devices by torch's device type, and what went wrong while loading the others."""
+    found: dict[str, Device] = {name: cls() for name, cls in BUILT_IN.items()}
+    errors: dict[str, str] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        if entry.name in BUILT_IN:
+            if entry.value != f"{BUILT_IN[entry.name].__module__}:{BUILT_IN[entry.name].__qualname__}":
+                errors[f"{entry.name} ({entry.value})"] = "the name belongs to a device built into omnicomp"
+            continue
+        try:
+            device = entry.load()()
+            if not isinstance(device, Device):
+                raise TypeError("it does not implement omnicomp.devices.Device")
+            if device.type in found:
+                raise ValueError(f"there already is a device of type {device.type!r}")
+            found[device.type] = device
+        except Exception as error:  # noqa: BLE001 - someone else's package; kept as its reason, shown by the doctor
+            errors[f"{entry.name} ({entry.value})"] = f"{type(error).__name__}: {error}"
+            log.warning("the device %s can't be loaded: %s", entry.name, errors[f"{entry.name} ({entry.value})"])
+    return found, errors
+
+
+def device_names() -> tuple[str, ...]:
+    """Device types that omnicomp knows, available or not."""
+    return tuple(_discover()[0])
+
+
+def load_errors() -> dict[str, str]:
+    """Entry points that could not be loaded, with the reason."""
+    return dict(_discover()[1])
+
+
+def get_device(name: str) -> Device:
+    """The device of that torch device type.
+
+    Raises:
+        DeviceError: omnicomp knows no such device, or it is not available here.
+    """
+    found, _ = _discover()
+    base = name.split(":", 1)[0]
+    device = found.get(base)
+    if device is None:
+        known = ", ".join(found)
+        raise DeviceError(f"unknown device {name!r}{nearest(base, found) or f'; known devices are {known}'}")
+    if not device.is_available():
+        raise DeviceError(f"device {name!r} is not available: {device.unavailable_reason()}")
+    return device
+
+
+def primary_device(tensors: list[torch.Tensor]) -> Device | None:
+    """The device that a graph runs on: the first accelerator among its tensors, else the CPU.
+
+    Returns:
+        None if omnicomp knows no device of that type; the graph then goes to Inductor or eager as it is.
+    """
+    types = [t.device.type for t in tensors if t.device.type != "meta"]
+    name = next((t for t in types if t != "cpu"), "cpu")
+    return _discover()[0].get(name)

@@ -1,0 +1,58 @@
+"""The errors that omnicomp raises on purpose; each message is one sentence that says what to do.
+
+`OmnicompError` is what a caller catches. Errors that leave the backend while torch.compile is at work are raised
+through `omnicomp._torch.dynamo.user_error`, which keeps them from being wrapped in a page of compiler frames.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "DeviceError",
+    "LoweringError",
+    "OmnicompError",
+    "OptionError",
+    "OverrideError",
+    "PassError",
+    "TimelineError",
+    "nearest",
+]
+
+
+class OmnicompError(Exception):
+    """Base class of every error that omnicomp raises on purpose."""
+
+
+class OptionError(OmnicompError, ValueError):
+    """An option of `torch.compile(..., options=...)` or of the command line is unknown or has a wrong value."""
+
+
+class DeviceError(OmnicompError):
+    """A device was named that is unknown or not available here."""
+
+
+class PassError(OmnicompError):
+    """A pass broke its contract, for example by reporting `modified=False` for a graph that it changed."""
+
+
+class OverrideError(OmnicompError, ValueError):
+    """An override was declared wrongly or clashes with another one."""
+
+
+class LoweringError(OmnicompError):
+    """No lowering of the policy could build a subgraph, or a retreat was refused because it would be wrong."""
+
+
+class TimelineError(OmnicompError):
+    """A timeline file can't be read: it is missing, not JSON Lines, or of a newer schema."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `'; did you mean "x"?'` for the known name closest to `name`, or an empty string if none is close.
+
+    Args:
+        name: what the user wrote.
+        known: the names that would have been accepted.
+    """
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f'; did you mean "{matches[0]}"?' if matches else ""

@@ -1,0 +1,145 @@
+"""Reading and editing FX graphs: names of operators, the user's source lines, module paths, insertion of calls."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+__all__ = [
+    "call_count",
+    "fake_value",
+    "insert_call",
+    "module_path",
+    "op_name",
+    "source_line",
+    "submodules",
+]
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def op_name(node: Node) -> str:
+    """The operator of a node: `aten.mm.default`, `torch.matmul`, `Tensor.view`, or the op for other nodes."""
+    if node.op == "call_method":
+        return f"Tensor.{node.target}"
+    if node.op != "call_function":
+        return f"{node.op}:{node.target}"
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    name = getattr(target, "__name__", str(target))
+    module = getattr(target, "__module__", None) or ""
+    module = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", "torch._C._VariableFunctions": "torch"}.get(
+        module, module
+    )
+    if module.startswith("torch._VF"):
+        module = "torch"
+    return f"{module}.{name}" if module else name
+
+
+def source_line(node: Node) -> str:
+    """`file:line` of the innermost user frame that made the node, or an empty string."""
+    trace = node.meta.get("stack_trace") or node.stack_trace
+    if not trace:
+        return ""
+    frames = _FRAME.findall(trace)
+    # The innermost frame is often torch.nn's own forward; the user looks for the line that called it.
+    own = [frame for frame in frames if "/torch/nn/modules/" not in frame[0]]
+    if not (own or frames):
+        return ""
+    file, line = (own or frames)[-1]
+    return f"{file}:{line}"
+
+
+def module_path(node: Node) -> str:
+    """Qualified name of the module that the node came from, for example `model.layers.3.self_attn`, or empty."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    entry = list(stack.values())[-1]
+    path = str(entry[0] if isinstance(entry, tuple) else entry)
+    path = path.replace("L['self'].", "").replace("L['self']", "")
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return path.lstrip(".")
+
+
+def call_count(module: GraphModule) -> int:
+    """Number of operators in a graph, submodules of higher-order operators included."""
+    own = sum(1 for node in module.graph.nodes if node.op.startswith("call_"))
+    return own + sum(call_count(child) for child in submodules(module))
+
+
+def submodules(module: GraphModule) -> Iterator[GraphModule]:
+    """The graphs that higher-order operators of `module` call: GraphModules fetched by `get_attr`, each once."""
+    seen: set[str] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(node.target, str) and node.target not in seen:
+            seen.add(node.target)
+            child = _attribute(module, node.target)
+            if isinstance(child, GraphModule):
+                yield child
+
+
+def fake_value(node: Any) -> Any:
+    """The fake tensor (or symbolic number) of a node before or after autograd; other values are returned as they are."""
+    if not isinstance(node, Node):
+        return node
+    if "example_value" in node.meta:
+        return node.meta["example_value"]
+    return node.meta.get("val")
+
+
+def insert_call(
+    anchor: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Node:
+    """Insert a call before `anchor`, with its fake value computed and the metadata of `anchor` (source, module).
+
+    Args:
+        anchor: the node that the call is inserted before and inherits `stack_trace` and `nn_module_stack` from.
+        target: a torch function or operator.
+        args: positional arguments, nodes or values.
+        kwargs: keyword arguments, nodes or values.
+
+    Returns:
+        The new node.
+
+    Raises:
+        Exception: whatever `target` raises on the fake values of its arguments.
+    """
+    kwargs = kwargs or {}
+    value = evaluate(target, args, kwargs)
+    with anchor.graph.inserting_before(anchor):
+        node = anchor.graph.call_function(target, args, kwargs)
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "custom"):
+        if key in anchor.meta:
+            node.meta[key] = anchor.meta[key]
+    node.meta["example_value"] = value
+    return node
+
+
+def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `target` on the fake values of its arguments, under the fake mode that those belong to."""
+    real_args = map_arg(args, fake_value)
+    real_kwargs = map_arg(kwargs, fake_value)
+    mode = _fake_mode((real_args, real_kwargs))
+    if mode is None:
+        return target(*real_args, **real_kwargs)
+    with mode:
+        return target(*real_args, **real_kwargs)
+
+
+def _fake_mode(values: Any) -> Any:
+    leaves, _ = torch.utils._pytree.tree_flatten(values)
+    return next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
+
+
+def _attribute(module: GraphModule, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,87 @@
+"""The contract of a lowering: it says of each node whether it takes it or why not, and builds subgraphs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch.fx import GraphModule, Node
+
+from omnicomp.devices import Device
+from omnicomp.options import Policy
+from omnicomp.timeline import Reason, Timeline
+
+__all__ = ["Executable", "Lowering", "LoweringContext", "Support"]
+
+Support = Reason | None
+"""The answer to "do you take this node?": None is yes, a `Reason` is no."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoweringContext:
+    """What a lowering may know about the graph that it is asked about.
+
+    Attributes:
+        graph_id: id of the Dynamo graph.
+        part: `forward`, `backward` or `inference`.
+        device: the device that the graph runs on.
+        policy: the user's options.
+        timeline: where builds are recorded (by the ladder, not by the lowering).
+        inductor_kwargs: what `compile_fx` passes to its inner compile: static inputs, CUDA graphs, the graph's number.
+        digest: hash of everything of omnicomp that changes generated code.
+    """
+
+    graph_id: str
+    part: str
+    device: Device
+    policy: Policy
+    timeline: Timeline
+    inductor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    digest: str = ""
+
+    @property
+    def part_id(self) -> str:
+        """Id of the part, for example `g0.forward`."""
+        return f"{self.graph_id}.{self.part}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Executable:
+    """A built subgraph.
+
+    Attributes:
+        lowering: name of the lowering that built it.
+        call: takes the list of inputs (boxed: it may clear the list) and returns the sequence of outputs.
+        artefact: what was built, for example the path of a generated module; empty if there is none.
+        attest: returns the evidence of what `call` executes, and the external kernels that it calls.
+        workspace_bytes: memory that it keeps between calls.
+    """
+
+    lowering: str
+    call: Callable[[list[Any]], Sequence[Any]]
+    artefact: str = ""
+    attest: Callable[[], tuple[str, dict[str, int]]] = lambda: ("", {})
+    workspace_bytes: int = 0
+
+
+@runtime_checkable
+class Lowering(Protocol):
+    """A way to run a subgraph."""
+
+    name: str
+
+    def supports(self, node: Node, context: LoweringContext) -> Support:
+        """Whether the lowering takes this node of a post-autograd graph: None, or the reason why not."""
+        ...
+
+    def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
+        """Build a subgraph.
+
+        Args:
+            module: the subgraph; it returns a tuple. The lowering owns it and may change it.
+            inputs: fake tensors and symbolic sizes, one a placeholder.
+            context: where it comes from.
+
+        Raises:
+            Exception: anything; the ladder records it as the reason and asks the next lowering.
+        """
+        ...

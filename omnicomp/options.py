@@ -1,0 +1,171 @@
+"""What the user may ask for: `Policy`, made once from `torch.compile(..., mode=..., options=...)` and validated.
+
+A key of `options` is either one of omnicomp's own (the fields of `Policy`) or one of Inductor's config keys, which is
+passed through with the meaning that `backend="inductor"` gives it.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from omnicomp._torch import inductor
+from omnicomp.devices import get_device
+from omnicomp.errors import DeviceError, OptionError
+
+__all__ = ["DTYPE_POLICIES", "LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "parse"]
+
+DTYPE_POLICIES: Final = ("keep", "bf16", "fp16")
+LOWERINGS: Final = ("override", "inductor", "eager")
+MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ON_ERROR: Final = ("retreat", "raise")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The validated options of one `torch.compile` call.
+
+    Attributes:
+        dtype_policy: `keep`, or the dtype in which linear, matmul, convolution and attention run: `bf16`, `fp16`.
+        lowerings: the lowerings to ask, in order; `eager` is asked last in any case.
+        disable_passes: names of passes to skip.
+        disable_overrides: names of overrides to skip.
+        on_error: `retreat` to the next lowering when one fails to build, or `raise`.
+        max_builds: how many builds may be spent on finding the nodes that make a lowering fail.
+        device: `auto`, or the device type to choose passes and lowerings for.
+        timeline: path of a JSON Lines file to write, with `%p` and `%r`; None for the environment's.
+        summary: whether to log one line for each compiled graph of which a part fell back.
+        verify: whether each pass' result is checked by running the graph on fake tensors.
+        mode: torch.compile's mode.
+        inductor: Inductor's config patches, those of the mode included.
+    """
+
+    dtype_policy: str = "keep"
+    lowerings: tuple[str, ...] = LOWERINGS
+    disable_passes: tuple[str, ...] = ()
+    disable_overrides: tuple[str, ...] = ()
+    on_error: str = "retreat"
+    max_builds: int = 24
+    device: str = "auto"
+    timeline: str | None = None
+    summary: bool = True
+    verify: bool = False
+    mode: str = "default"
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def digest_parts(self) -> dict[str, Any]:
+        """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
+        ignored = {"timeline", "summary", "verify", "inductor", "mode", "max_builds", "on_error"}
+        fields = (f.name for f in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in fields if name not in ignored}
+
+
+OWN_OPTIONS: Final = tuple(f.name for f in dataclasses.fields(Policy) if f.name not in ("mode", "inductor"))
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
+    """Validate what the user passed.
+
+    Args:
+        mode: torch.compile's mode; None means `default`.
+        options: omnicomp's own keys and Inductor's config keys.
+
+    Raises:
+        OptionError: a key or a value is wrong; the message names the nearest known one.
+    """
+    mode = mode or "default"
+    if mode not in inductor.modes():
+        raise OptionError(f"unknown mode {mode!r}{_did_you_mean(mode, inductor.modes())}")
+    own: dict[str, Any] = {}
+    passed_on: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        name = str(key).replace("-", "_")
+        if name in OWN_OPTIONS:
+            own[name] = _CHECKS[name](name, value)
+        elif name in inductor.config_keys():
+            passed_on[name] = value
+        else:
+            known = (*OWN_OPTIONS, *inductor.config_keys())
+            raise OptionError(f"unknown option {key!r}{_did_you_mean(name, known)}")
+    own.setdefault("verify", os.environ.get("OMNICOMP_VERIFY", "") not in ("", "0"))
+    try:
+        patches = inductor.config_patches(mode, passed_on)
+    except RuntimeError as error:
+        raise OptionError(f"Inductor refuses the options: {error}") from None
+    return Policy(mode=mode, inductor=patches, **own)
+
+
+def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
+    """The nearest known name, or a list of omnicomp's own keys where nothing is near."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if matches:
+        return f'; did you mean "{matches[0]}"?'
+    shown = known if len(known) <= 12 else OWN_OPTIONS
+    more = "" if shown is known else ", and Inductor's config keys"
+    return f"; known ones are {', '.join(shown)}{more}"
+
+
+def _choice(known: tuple[str, ...]) -> Any:
+    def check(name: str, value: Any) -> str:
+        if value not in known:
+            text = value if isinstance(value, str) else str(value).removeprefix("torch.")
+            raise OptionError(f"{name} can't be {value!r}{_did_you_mean(text, known)}")
+        return value
+
+    return check
+
+
+def _names(known: tuple[str, ...] | None) -> Any:
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+            raise OptionError(f"{name} takes a list of names, not {value!r}")
+        for item in value:
+            if known is not None and item not in known:
+                raise OptionError(f"{name} can't contain {item!r}{_did_you_mean(str(item), known)}")
+        if len(set(value)) != len(value):
+            raise OptionError(f"{name} names something twice: {value!r}")
+        return tuple(str(item) for item in value)
+
+    return check
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} takes True or False, not {value!r}")
+    return value
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(f"{name} takes a number that is not negative, not {value!r}")
+    return value
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise OptionError(f"{name} takes the path of a file to write, not {value!r}")
+    return str(os.fspath(value))
+
+
+def _device(name: str, value: Any) -> str:
+    if value == "auto":
+        return "auto"
+    try:
+        return get_device(str(value)).type
+    except DeviceError as error:
+        raise OptionError(str(error)) from None
+
+
+_CHECKS: Final[dict[str, Any]] = {
+    "dtype_policy": _choice(DTYPE_POLICIES),
+    "lowerings": _names(LOWERINGS),
+    "disable_passes": _names(None),
+    "disable_overrides": _names(None),
+    "on_error": _choice(ON_ERROR),
+    "max_builds": _positive,
+    "device": _device,
+    "timeline": _path,
+    "summary": _boolean,
+    "verify": _boolean,
+}

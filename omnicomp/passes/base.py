@@ -1,0 +1,226 @@
+"""The contract of a pass, and the manager that runs the pipeline and checks what each pass claims.
+
+A pass rewrites the Dynamo graph (before autograd, so that training needs no second set of patterns). The manager runs
+it on the graph and on every submodule of a higher-order operator (activation checkpointing, `cond`, …), innermost
+first; checks the reported `modified` against the graph; lints and recompiles; times it; and records the difference in
+operators. A pass reports what it rewrote and what it nearly rewrote through its context.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
+
+from omnicomp.devices import Device
+from omnicomp.errors import PassError
+from omnicomp.graphs import module_path, op_name, source_line, submodules
+from omnicomp.options import Policy
+from omnicomp.timeline import NearMiss, PassRun, Reason, Rewrite, Timeline
+
+__all__ = ["Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class PassContext:
+    """What a pass may know, and where it reports.
+
+    Attributes:
+        graph_id: id of the Dynamo graph in the timeline.
+        device: the device that the graph runs on.
+        policy: the user's options.
+        timeline: where rewrites and near misses are recorded.
+        training: whether the graph will be differentiated.
+    """
+
+    graph_id: str
+    device: Device
+    policy: Policy
+    timeline: Timeline
+    training: bool
+    rewrites: Counter[str] = dataclasses.field(default_factory=Counter[str])
+
+    def rewrite(self, name: str, kind: str, node: Node, *, target: str, detail: str = "") -> None:
+        """Record that the pass `name` rewrote the place anchored at `node`."""
+        self.rewrites[name] += 1
+        self.timeline.append(
+            Rewrite(
+                graph=self.graph_id,
+                name=name,
+                kind=kind,
+                node=node.name,
+                source=source_line(node),
+                module=module_path(node),
+                target=target,
+                detail=detail,
+            )
+        )
+
+    def near_miss(self, name: str, kind: str, node: Node, reason: Reason) -> None:
+        """Record that the pass `name` left the candidate anchored at `node` alone; `reason.node` says where it ended."""
+        self.timeline.append(
+            NearMiss(
+                graph=self.graph_id,
+                name=name,
+                kind=kind,
+                node=node.name,
+                source=source_line(node),
+                module=module_path(node),
+                reason=reason,
+            )
+        )
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """One rewrite of a Dynamo graph.
+
+    The graph holds torch functions, methods and HOPs as Dynamo recorded them; every tensor node has a fake tensor in
+    `meta["example_value"]`, and a pass gives one to every node that it inserts (`omnicomp.graphs.insert_call` does).
+    A pass must not edit a region that it did not understand, and must leave no dead nodes behind.
+    """
+
+    name: str
+
+    def applies(self, module: GraphModule, context: PassContext) -> bool:
+        """Whether the pass has any work on this graph, policy and device; cheap."""
+        ...
+
+    def run(self, module: GraphModule, context: PassContext) -> PassResult:
+        """Rewrite `module` in place.
+
+        Returns:
+            `PassResult(module, modified)`; the manager checks `modified`.
+        """
+        ...
+
+
+def digest(passes: Sequence[Pass]) -> str:
+    """A hash of the passes' sources, for the compile caches' keys: an edited pass never meets an old artefact."""
+    value = hashlib.sha256()
+    for item in passes:
+        cls = type(item)
+        value.update(item.name.encode())
+        try:
+            # The module, not only the class: a pass lives in one file with its helpers.
+            value.update(inspect.getsource(inspect.getmodule(cls) or cls).encode())
+        except (OSError, TypeError):
+            value.update(f"{cls.__module__}.{cls.__qualname__}".encode())
+    return value.hexdigest()[:16]
+
+
+def run_pipeline(passes: Sequence[Pass], module: GraphModule, context: PassContext) -> bool:
+    """Run the passes in order on `module` and its submodules, in place.
+
+    Returns:
+        Whether any pass changed anything.
+
+    Raises:
+        PassError: a pass reported `modified` wrongly, or left a graph that does not lint or (with the option
+            `verify`) does not run on fake tensors with the shapes and dtypes that it had.
+    """
+    changed = False
+    for item in passes:
+        changed |= _run_pass(item, module, context)
+    return changed
+
+
+def _run_pass(item: Pass, module: GraphModule, context: PassContext) -> bool:
+    if item.name in context.policy.disable_passes:
+        _record(context, item, applied=False, note="switched off by the option disable_passes")
+        return False
+    start = time.perf_counter()
+    before = _count(module)
+    applied = modified = False
+    for region in _regions(module):
+        if not item.applies(region, context):
+            continue
+        applied = True
+        modified |= _run_on_region(item, region, context)
+    diff = _count(module)
+    diff.subtract(before)
+    _record(
+        context,
+        item,
+        applied=applied,
+        modified=modified,
+        rewrites=context.rewrites[item.name],
+        seconds=time.perf_counter() - start,
+        node_diff={op: n for op, n in sorted(diff.items()) if n},
+    )
+    return modified
+
+
+def _run_on_region(item: Pass, region: GraphModule, context: PassContext) -> bool:
+    fingerprint = _fingerprint(region)
+    outputs = _output_values(region)
+    result = item.run(region, context)
+    if result.graph_module is not region:
+        raise PassError(f"the pass {item.name!r} must rewrite the graph in place and return the same GraphModule")
+    really = _fingerprint(region) != fingerprint
+    if really != result.modified:
+        raise PassError(
+            f"the pass {item.name!r} reported modified={result.modified}, but the graph "
+            f"{'changed' if really else 'did not change'}; return what really happened"
+        )
+    if really:
+        try:
+            region.graph.lint()
+        except (RuntimeError, ValueError) as error:
+            raise PassError(f"the pass {item.name!r} left a broken graph: {error}") from error
+        region.recompile()
+        if context.policy.verify:
+            _verify(item, region, outputs)
+    return really
+
+
+def _record(context: PassContext, item: Pass, **fields: Any) -> None:
+    context.timeline.append(PassRun(graph=context.graph_id, name=item.name, **fields))
+
+
+def _regions(module: GraphModule) -> Iterator[GraphModule]:
+    """The graph's regions, innermost first, the graph itself last."""
+    for child in submodules(module):
+        yield from _regions(child)
+    yield module
+
+
+def _count(module: GraphModule) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for region in _regions(module):
+        counts.update(op_name(node) for node in region.graph.nodes if node.op.startswith("call_"))
+    return counts
+
+
+def _fingerprint(module: GraphModule) -> tuple[Any, ...]:
+    """Structure of the graph without metadata: equal before and after if and only if nothing was rewritten."""
+    return tuple((n.name, n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes)
+
+
+def _output_values(module: GraphModule) -> list[Any]:
+    output = next(iter(reversed(module.graph.nodes)))
+    return [n.meta.get("example_value") for n in output.all_input_nodes]
+
+
+def _verify(item: Pass, region: GraphModule, before: list[Any]) -> None:
+    after = _output_values(region)
+    if len(before) != len(after):
+        raise PassError(f"the pass {item.name!r} changed the number of outputs from {len(before)} to {len(after)}")
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
+            continue
+        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+            raise PassError(
+                f"the pass {item.name!r} changed output {index} from {_describe(old)} to {_describe(new)}; "
+                "an output keeps its shape, dtype and device"
+            )
+
+
+def _describe(value: torch.Tensor) -> str:
+    return f"{tuple(value.shape)} {value.dtype} on {value.device}"

@@ -1,0 +1,70 @@
+"""One timeline a process: every stage appends what it decided and what ran; views are made from it afterwards."""
+
+from typing import Any
+
+from omnicomp.timeline.events import (
+    EVENT_TYPES,
+    SCHEMA_VERSION,
+    Attempt,
+    Cache,
+    Capture,
+    Event,
+    NearMiss,
+    NodePlacement,
+    Option,
+    PassRun,
+    Placement,
+    Ran,
+    Retreat,
+    Rewrite,
+    Subgraph,
+)
+from omnicomp.timeline.levels import backend_timeline as _levels
+from omnicomp.timeline.reasons import CODES, Reason
+from omnicomp.timeline.recorder import Sink, Timeline, current, rank
+from omnicomp.timeline.sinks import JsonLinesSink, attach, read_events
+
+__all__ = [
+    "CODES",
+    "EVENT_TYPES",
+    "SCHEMA_VERSION",
+    "Attempt",
+    "Cache",
+    "Capture",
+    "Event",
+    "JsonLinesSink",
+    "NearMiss",
+    "NodePlacement",
+    "Option",
+    "PassRun",
+    "Placement",
+    "Ran",
+    "Reason",
+    "Retreat",
+    "Rewrite",
+    "Sink",
+    "Subgraph",
+    "Timeline",
+    "attach",
+    "backend_timeline",
+    "clear",
+    "current",
+    "events",
+    "rank",
+    "read_events",
+]
+
+
+def events() -> tuple[Event, ...]:
+    """A snapshot of this process' events."""
+    return current().events()
+
+
+def backend_timeline() -> list[dict[str, Any]]:
+    """The three-level record of every subgraph of this process; see `omnicomp.timeline.levels`."""
+    return _levels(current().events())
+
+
+def clear() -> None:
+    """Forget this process' events and close its sinks."""
+    current().clear()

@@ -1,0 +1,366 @@
+"""The events of the timeline: frozen dataclasses with a documented JSON form.
+
+The JSON form of an event is one object on one line: `{"schema": 1, "type": "<class name in snake case>", "time":
+seconds since the epoch, "seq": number within the process, "pid": …, "rank": …, "thread": …}` and then the fields of
+the class. `docs/timeline.md` lists them. A reader ignores unknown fields and unknown types of the same schema.
+
+Ids: a Dynamo graph is `g0`, `g1`, … in the order of capture; what autograd makes of it is a *part*
+(`g0.forward`, `g0.backward`, `g0.inference`); a subgraph of it is `g0.forward.0`; an override call inside a
+subgraph is `g0.forward.0/softmax_topk`.
+"""
+
+import dataclasses
+import re
+from typing import Any, ClassVar, Final
+
+from omnicomp.timeline.reasons import Reason
+
+__all__ = [
+    "EVENT_TYPES",
+    "SCHEMA_VERSION",
+    "Attempt",
+    "Cache",
+    "Capture",
+    "Event",
+    "NearMiss",
+    "NodePlacement",
+    "Option",
+    "PassRun",
+    "Placement",
+    "Ran",
+    "Retreat",
+    "Rewrite",
+    "Subgraph",
+    "event_from_dict",
+]
+
+SCHEMA_VERSION: Final = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events.
+
+    Attributes:
+        graph: id of the Dynamo graph, for example `g0`.
+        time: seconds since the epoch; set by the recorder.
+        seq: position in the process' timeline; set by the recorder.
+    """
+
+    type: ClassVar[str] = "event"
+
+    graph: str
+    time: float = 0.0
+    seq: int = -1
+
+    def __init_subclass__(cls) -> None:
+        """Name the type after the class: `NearMiss` is `near_miss`."""
+        cls.type = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form without the fields that only the recorder knows (`pid`, `rank`, `thread`)."""
+        body = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {"schema": SCHEMA_VERSION, "type": self.type, **body}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capture(Event):
+    """Dynamo handed over a graph.
+
+    Attributes:
+        compile_id: Dynamo's compile id, for example `0/1` (frame 0, first recompile), or empty.
+        function: qualified name of the compiled frame and `file:line`, or empty.
+        nodes: operators in the graph, submodules of higher-order operators included.
+        device: the device that the passes and lowerings are chosen for.
+        training: whether any input requires grad while grad mode is on.
+        dynamic: whether any input has a symbolic size.
+        mode: torch.compile's mode.
+        options: what the user passed, as given.
+        versions: `{"torch": …, "omnicomp": …}`.
+    """
+
+    compile_id: str = ""
+    function: str = ""
+    nodes: int = 0
+    device: str = ""
+    training: bool = False
+    dynamic: bool = False
+    mode: str = "default"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    versions: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option(Event):
+    """An option whose effective value is not the requested one."""
+
+    key: str
+    requested: str
+    effective: str
+    reason: Reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassRun(Event):
+    """A pass ran, or was skipped.
+
+    Attributes:
+        name: name of the pass.
+        applied: whether it ran (`False`: switched off, or it does not apply to this graph and device).
+        modified: whether it changed the graph; checked by the manager, not only reported.
+        rewrites: how many places it rewrote.
+        seconds: wall time.
+        node_diff: operators that it added (positive) and removed (negative), by name.
+        note: one sentence, or empty.
+    """
+
+    name: str
+    applied: bool = True
+    modified: bool = False
+    rewrites: int = 0
+    seconds: float = 0.0
+    node_diff: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewrite(Event):
+    """A pass rewrote one place.
+
+    Attributes:
+        name: name of the pass.
+        kind: what was rewritten, for example `attention` or `cast`.
+        node: the FX node at which the rewrite is anchored.
+        source: `file:line` of that node.
+        module: module path of that node, for example `layers.3.attn`.
+        target: what it became, for example `scaled_dot_product_attention`.
+        detail: one sentence with the parameters that were read.
+    """
+
+    name: str
+    kind: str
+    node: str
+    source: str = ""
+    module: str = ""
+    target: str = ""
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NearMiss(Event):
+    """A candidate for a rewrite that a pass left alone; `reason.node` is where the match ended."""
+
+    name: str
+    kind: str
+    node: str
+    reason: Reason
+    source: str = ""
+    module: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodePlacement:
+    """One node that is not on the first lowering of the policy for a reason of its own.
+
+    Attributes:
+        node: name of the FX node after autograd.
+        op: the operator, for example `aten.topk.default`.
+        lowering: where it was placed.
+        source: `file:line`.
+        module: module path.
+        chain: a reason for each lowering that was asked before.
+    """
+
+    node: str
+    op: str
+    lowering: str
+    source: str = ""
+    module: str = ""
+    chain: tuple[Reason, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement(Event):
+    """Every node of a post-autograd graph was given a lowering.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        nodes: number of operators by lowering.
+        declined: nodes that an earlier lowering of the policy refused.
+        note: one sentence about the nodes that no rule singled out, or empty.
+    """
+
+    part: str
+    nodes: dict[str, int]
+    declined: tuple[NodePlacement, ...] = ()
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subgraph(Event):
+    """A subgraph and the lowering that was planned for it.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        subgraph: its id, for example `g0.forward.0`; an override call inside it is `g0.forward.0/<name>`.
+        lowering: the planned lowering.
+        nodes: number of operators.
+        ops: count of each operator.
+        flops: floating-point operations of one call, as a SymPy expression in the graph's own symbols.
+        flops_hint: the same for the sizes that were seen at compile time; -1 if unknown.
+        bytes: bytes of inputs and outputs, as a SymPy expression.
+        bytes_hint: the same for the sizes seen at compile time; -1 if unknown.
+        inputs: number of inputs.
+        outputs: number of outputs.
+        modules: up to eight module paths that its nodes come from.
+        sources: up to eight `file:line` that its nodes come from.
+    """
+
+    part: str
+    subgraph: str
+    lowering: str
+    nodes: int
+    ops: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    flops: str = "0"
+    flops_hint: int = 0
+    bytes: str = "0"
+    bytes_hint: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    modules: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt(Event):
+    """A lowering tried to build a subgraph, or was passed over.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`; empty for an attempt on the whole Dynamo graph.
+        subgraph: id of the subgraph, or of the graph.
+        lowering: `inductor`, `override` or `eager`.
+        ok: whether it could be, or was, built.
+        selected: whether it is the one that will run.
+        reason: why not, if it failed or was passed over.
+        seconds: wall time of the build.
+        artefact: what the build made, for example the path of Inductor's generated module.
+    """
+
+    part: str
+    subgraph: str
+    lowering: str
+    ok: bool
+    selected: bool = False
+    reason: Reason | None = None
+    skipped: str = ""
+    seconds: float = 0.0
+    artefact: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retreat(Event):
+    """A subgraph, or a whole graph, moved from one lowering to another after a failure."""
+
+    part: str
+    subgraph: str
+    source_lowering: str
+    target_lowering: str
+    reason: Reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran(Event):
+    """An executable was called for the first time, or again for the first time after a retreat.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        subgraph: id of the subgraph.
+        lowering: what really ran, as the executable itself attests.
+        evidence: what was executed: the generated module and key, the override function, or `fx.Interpreter`.
+        kernels: external kernels that the executable calls, with the number of call sites of each.
+    """
+
+    part: str
+    subgraph: str
+    lowering: str
+    evidence: str = ""
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache(Event):
+    """Verdict of a compile cache.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`; empty for the cache of the whole graph.
+        cache: `fx_graph` or `aot_autograd`.
+        verdict: `hit`, `miss` or `bypass`.
+        key: the cache's key, or empty.
+        note: why it was bypassed, or empty.
+    """
+
+    part: str
+    cache: str
+    verdict: str
+    key: str = ""
+    note: str = ""
+
+
+EVENT_TYPES: Final[dict[str, type[Event]]] = {
+    cls.type: cls
+    for cls in (Capture, Option, PassRun, Rewrite, NearMiss, Placement, Subgraph, Attempt, Retreat, Ran, Cache)
+}
+
+
+def _plain(value: Any) -> Any:
+    """Turn a field's value into JSON types."""
+    if isinstance(value, Reason):
+        return value.to_dict()
+    if isinstance(value, NodePlacement):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    return str(value)
+
+
+def _node_placement(data: dict[str, Any]) -> NodePlacement:
+    chain = tuple(Reason.from_dict(reason) for reason in data.get("chain", ()))
+    known = {field.name for field in dataclasses.fields(NodePlacement)} - {"chain"}
+    return NodePlacement(**{key: str(value) for key, value in data.items() if key in known}, chain=chain)
+
+
+def event_from_dict(data: dict[str, Any]) -> Event | None:
+    """Rebuild an event from its JSON form.
+
+    Returns:
+        The event, or None if its type is not known to this version.
+
+    Raises:
+        TypeError: a field is missing or of the wrong kind.
+        ValueError: the schema is newer than this version reads.
+    """
+    schema = data.get("schema")
+    if not isinstance(schema, int):
+        raise TypeError("it has no integer field 'schema'")
+    if schema > SCHEMA_VERSION:
+        raise ValueError(f"its schema is {schema} and this version reads up to {SCHEMA_VERSION}; upgrade omnicomp")
+    cls = EVENT_TYPES.get(str(data.get("type")))
+    if cls is None:
+        return None
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in data:
+            continue
+        value = data[field.name]
+        if field.name == "reason" and isinstance(value, dict):
+            value = Reason.from_dict(value)
+        elif field.name == "declined":
+            value = tuple(_node_placement(item) for item in value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[field.name] = value
+    return cls(**values)

@@ -1,0 +1,134 @@
+"""The recorder: one append-only timeline a process, safe to append to from any thread.
+
+Nothing in the compiler reads it to decide anything; sinks and views read it afterwards. A sink that fails is
+reported once and dropped: recording never breaks the user's program.
+"""
+
+import dataclasses
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from omnicomp.timeline.events import Event
+
+__all__ = ["Sink", "Timeline", "current", "rank"]
+
+log = logging.getLogger("omnicomp.timeline")
+
+
+class Sink(Protocol):
+    """Receives every event, in order, under the timeline's lock."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take the JSON form of one event.
+
+        Raises:
+            OSError: the sink can't be written; the timeline drops it and warns once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the sink holds."""
+        ...
+
+
+def rank() -> int:
+    """The process' rank in a distributed job as its launcher says (`RANK`), or 0."""
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0
+
+
+class Timeline:
+    """Append-only list of events with sinks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._events: list[Event] = []
+        self._sinks: dict[str, Sink] = {}
+        self._graphs = itertools.count()
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events())
+
+    def events(self, graph: str | None = None) -> tuple[Event, ...]:
+        """A snapshot of the events, of all graphs or of one."""
+        with self._lock:
+            return tuple(e for e in self._events if graph is None or e.graph == graph)
+
+    def next_graph(self) -> str:
+        """A fresh graph id, unique in this process."""
+        return f"g{next(self._graphs)}"
+
+    def append(self, event: Event) -> Event:
+        """Stamp the event with time and position, keep it, and hand it to the sinks.
+
+        Returns:
+            The stamped event.
+        """
+        with self._lock:
+            if self._pid != os.getpid():
+                self._after_fork()
+            stamped = dataclasses.replace(event, time=time.time(), seq=len(self._events))
+            self._events.append(stamped)
+            if self._sinks:
+                record = stamped.to_dict()
+                record.update(pid=self._pid, rank=rank(), thread=threading.current_thread().name)
+                for key, sink in list(self._sinks.items()):
+                    self._write(key, sink, record)
+            return stamped
+
+    def add_sink(self, key: str, sink: Sink) -> None:
+        """Add a sink; a second sink with the same key is closed and ignored, so that options can be repeated."""
+        with self._lock:
+            if key in self._sinks:
+                sink.close()
+            else:
+                self._sinks[key] = sink
+
+    def has_sink(self, key: str) -> bool:
+        """Whether a sink of that key is (still) being written to."""
+        with self._lock:
+            return key in self._sinks
+
+    def clear(self) -> None:
+        """Forget all events and close all sinks; graph ids go on counting. For tests and long-lived servers."""
+        with self._lock:
+            self._events.clear()
+            for sink in self._sinks.values():
+                sink.close()
+            self._sinks.clear()
+
+    def _write(self, key: str, sink: Sink, record: dict[str, Any]) -> None:
+        try:
+            sink.write(record)
+        except (OSError, ValueError, TypeError) as error:
+            del self._sinks[key]
+            log.warning(
+                "the timeline can't be written to %s (%s); the program goes on without it, "
+                "and the events stay in memory for omnicomp.audit()",
+                key,
+                error,
+            )
+
+    def _after_fork(self) -> None:
+        """Keep the parent's events and give a forked child sinks of its own (`%p` in a path makes it another file)."""
+        self._pid = os.getpid()
+
+
+_current = Timeline()
+
+
+def current() -> Timeline:
+    """The timeline of this process."""
+    return _current
