@@ -1,1 +1,66 @@
+"""omnicomp: a torch.compile backend that can say what ran where, and why.
 
+    model = torch.compile(model, backend="omni")
+
+needs no import of this package. `omnicomp.audit()` then tells the whole story of the process, `omnicomp.override`
+registers a hand-written kernel, and `omnicomp.timeline` has the events themselves.
+"""
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from omnicomp import timeline as timeline  # the package itself, so that `omnicomp.timeline.events()` needs no import
+from omnicomp.audit import Audit, audit
+from omnicomp.errors import (
+    DeviceError,
+    LoweringError,
+    OmnicompError,
+    OptionError,
+    OverrideError,
+    PassError,
+    TimelineError,
+)
+
+if TYPE_CHECKING:
+    from omnicomp.backend import omni
+    from omnicomp.lowerings.overrides.registry import override
+    from omnicomp.options import Policy
+
+    __version__: str
+
+__all__ = [
+    "Audit",
+    "DeviceError",
+    "LoweringError",
+    "OmnicompError",
+    "OptionError",
+    "OverrideError",
+    "PassError",
+    "Policy",
+    "TimelineError",
+    "__version__",
+    "audit",
+    "omni",
+    "override",
+    "timeline",
+]
+
+# What needs torch's compiler is imported when it is first used: reading a timeline needs no torch at all.
+_LAZY: Final = {
+    "omni": "omnicomp.backend",
+    "override": "omnicomp.lowerings.overrides.registry",
+    "Policy": "omnicomp.options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the part of the public API that needs torch when it is asked for."""
+    if name == "__version__":
+        try:
+            return importlib.metadata.version("omnicomp")
+        except importlib.metadata.PackageNotFoundError:
+            return "checkout"
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'omnicomp' has no attribute {name!r}")

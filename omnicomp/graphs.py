@@ -1,16 +1,19 @@
 """Reading and editing FX graphs: names of operators, the user's source lines, module paths, insertion of calls."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_flatten
 
 __all__ = [
+    "all_nodes",
     "call_count",
     "fake_value",
+    "function_name",
     "insert_call",
     "module_path",
     "op_name",
@@ -31,10 +34,14 @@ def op_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     name = getattr(target, "__name__", str(target))
+    if getattr(torch.Tensor, name, None) is target:
+        return f"Tensor.{name}"
     module = getattr(target, "__module__", None) or ""
-    module = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", "torch._C._VariableFunctions": "torch"}.get(
-        module, module
-    )
+    module = {
+        "_operator": "operator",
+        "torch._C._nn": "torch.nn.functional",
+        "torch._C._VariableFunctions": "torch",
+    }.get(module, module)
     if module.startswith("torch._VF"):
         module = "torch"
     return f"{module}.{name}" if module else name
@@ -61,11 +68,28 @@ def module_path(node: Node) -> str:
         return ""
     entry = list(stack.values())[-1]
     path = str(entry[0] if isinstance(entry, tuple) else entry)
-    path = path.replace("L['self'].", "").replace("L['self']", "")
+    # Dynamo names the root by the local that held it, L['self'] or L['model'], and keeps some indices in brackets.
+    path = re.sub(r"^L\['\w+'\]", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
-    path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.lstrip(".")
+
+
+def all_nodes(module: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph and of the graphs that its higher-order operators call."""
+    yield from module.graph.nodes
+    for child in submodules(module):
+        yield from all_nodes(child)
+
+
+def function_name(nodes: Iterable[Node]) -> str:
+    """The graph's first user function with its file and line, for example `forward (model.py:12)`, or empty."""
+    for node in nodes:
+        trace = node.meta.get("stack_trace") or node.stack_trace
+        match = re.search(r'File "([^"]+)", line (\d+), in (\S+)', trace or "")
+        if match:
+            return f"{match[3]} ({match[1]}:{match[2]})"
+    return ""
 
 
 def call_count(module: GraphModule) -> int:
@@ -86,7 +110,7 @@ def submodules(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def fake_value(node: Any) -> Any:
-    """The fake tensor (or symbolic number) of a node before or after autograd; other values are returned as they are."""
+    """The fake tensor or symbolic number of a node, before or after autograd; other values as they are."""
     if not isinstance(node, Node):
         return node
     if "example_value" in node.meta:
@@ -134,7 +158,7 @@ def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _fake_mode(values: Any) -> Any:
-    leaves, _ = torch.utils._pytree.tree_flatten(values)
+    leaves, _ = tree_flatten(values)
     return next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
 
 

@@ -3,34 +3,54 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
 import torch
+import torch._guards
 import torch._inductor.config
 import torch.compiler.config
+from torch._dynamo.utils import counters
+from torch._guards import detect_fake_mode
 from torch._inductor import list_mode_options
+from torch._inductor.codecache import get_path
+from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.exc import InductorError, LoweringException
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import BoxedBool
+
+from omnicomp.once import Once
 
 __all__ = [
     "CompiledFxGraph",
     "InductorError",
     "LoweringException",
+    "artefact_key",
+    "artefact_path",
+    "cache_counters",
     "cache_dir",
     "cache_tag",
+    "call_once_before_restoring",
     "compile_fx",
-    "compile_fx_inner",
+    "compile_part",
     "config_keys",
     "config_patches",
+    "disable_cudagraphs",
+    "external_kernels",
+    "failing_node",
     "fallback_random",
     "freezing_requested",
+    "has_inductor",
     "modes",
+    "no_cudagraphs",
     "on_artefact_loaded",
     "reset_cudagraphs",
+    "subgraph_context",
 ]
 
 _ARTEFACT_KEY: Final = "omnicomp"
@@ -68,7 +88,7 @@ def fallback_random(patches: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def cache_tag(digest: str) -> Iterator[None]:
+def cache_tag(digest: str) -> Generator[None]:
     """Put `digest` into the keys of Inductor's and AOTAutograd's caches, beside a tag of the user's."""
     user = torch.compiler.config.cache_key_tag
     tag = user if digest in user else f"{user}|{digest}"
@@ -81,3 +101,182 @@ def reset_cudagraphs() -> None:
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()
+
+
+def compile_part(module: torch.fx.GraphModule, inputs: Sequence[Any], record: str, **kwargs: Any) -> Any:
+    """Build one post-autograd graph with Inductor, with `record` travelling in the artefact.
+
+    `record` is kept in the compiled graph's `fx_kwargs`, which Inductor hashes into its cache key and pickles with the
+    artefact: a warm start finds the decisions that made it, from the local cache, a remote one or a cache bundle.
+
+    Args:
+        module: the graph; Inductor changes it.
+        inputs: fake tensors and symbolic sizes.
+        record: what to keep, as text; the same for the same graph and decisions.
+        kwargs: what `compile_fx` passes to its inner compile.
+
+    Returns:
+        A `CompiledFxGraph`, or a boxed function for a graph without operators.
+
+    Raises:
+        InductorError: the graph can't be lowered or its code not compiled.
+    """
+    with _observer_paused():
+        return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record}, **kwargs)
+
+
+_paused = threading.local()
+
+
+@contextlib.contextmanager
+def _observer_paused() -> Generator[None]:
+    before = getattr(_paused, "value", False)
+    _paused.value = True
+    try:
+        yield
+    finally:
+        _paused.value = before
+
+
+@contextlib.contextmanager
+def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, bool], None]) -> Generator[None]:
+    """Call back for each compiled graph that AOTAutograd's cache restores inside the block.
+
+    A hit of that cache never reaches our inner compile; the restored graph's `post_compile` is the one place that it
+    passes through. The method is wrapped only inside the block, and Dynamo's compile lock, which is held there, keeps
+    other compilations out of it.
+
+    Args:
+        callback: gets the graph, the record that `compile_part` stored in it (None if there is none), and whether it
+            is a backward graph.
+    """
+    original = CompiledFxGraph.post_compile
+
+    def post_compile(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not getattr(_paused, "value", False):
+            fx_kwargs: Mapping[str, Any] = self.fx_kwargs or {}
+            callback(self, fx_kwargs.get(_ARTEFACT_KEY), bool(fx_kwargs.get("is_backward")))
+
+    with mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
+        yield
+
+
+def artefact_key(compiled: Any) -> str:
+    """The key of a compiled graph in Inductor's cache, or an empty string."""
+    return str(getattr(compiled, "_fx_graph_cache_key", None) or "")
+
+
+def artefact_path(compiled: Any) -> str:
+    """Path of the generated Python module of a compiled graph, or an empty string."""
+    key = getattr(compiled, "cache_key", None)
+    return str(get_path(key, "py")[2]) if key else ""
+
+
+_EXTERNAL: Final = re.compile(r"\b(torch\.ops\.[\w.]+|extern_kernels\.\w+)\(")
+_ALIAS: Final = re.compile(r"^(\w+) = (torch\.ops\.[\w.]+)$", re.MULTILINE)
+_NOT_KERNELS: Final = ("torch.ops.inductor._reinterpret_tensor", "torch.ops.inductor._alloc_from_pool")
+
+
+def external_kernels(compiled: Any) -> dict[str, int]:
+    """What the generated module calls that Inductor did not generate: operators and extern kernels, with counts."""
+    source: str = getattr(compiled, "source_code", None) or ""
+    counts = Counter(name for name in _EXTERNAL.findall(source) if name not in _NOT_KERNELS)
+    for alias, name in _ALIAS.findall(source):
+        calls = len(re.findall(rf"(?<![\w.]){alias}\(", source))
+        if calls and name not in _NOT_KERNELS:
+            counts[name] += calls
+    return dict(sorted(counts.items()))
+
+
+def call_once_before_restoring(compiled: CompiledFxGraph, record: Callable[[], None]) -> None:
+    """Call `record` after the first successful call of a compiled graph; later calls pay nothing.
+
+    The graph's callable is replaced, and put back by the first call itself.
+    """
+    original = compiled.current_callable
+    if original is None:
+        raise ValueError("the compiled graph has no callable yet; call this after post_compile")
+    once = Once(record)
+
+    def first_call(inputs: Sequence[Any]) -> Any:
+        outputs = original(inputs)
+        compiled.current_callable = original
+        once()
+        return outputs
+
+    compiled.current_callable = first_call
+
+
+def cache_counters() -> dict[str, int]:
+    """Hits, misses and bypasses of each cache so far, for example `fx_graph.hit`."""
+    fx, aot = counters["inductor"], counters["aot_autograd"]
+    return {
+        "fx_graph.hit": fx["fxgraph_cache_hit"],
+        "fx_graph.miss": fx["fxgraph_cache_miss"],
+        "fx_graph.bypass": fx["fxgraph_cache_bypass"],
+        "aot_autograd.hit": aot["autograd_cache_hit"],
+        "aot_autograd.miss": aot["autograd_cache_miss"],
+        "aot_autograd.bypass": aot["autograd_cache_bypass"],
+    }
+
+
+def failing_node(error: BaseException) -> torch.fx.Node | None:
+    """The node that Inductor was lowering when it raised, read from the frames of its graph interpreter."""
+    found: torch.fx.Node | None = None
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        frame = current.__traceback__
+        while frame is not None:
+            local = frame.tb_frame.f_locals
+            if frame.tb_frame.f_code.co_name == "run_node" and isinstance(local.get("n"), torch.fx.Node):
+                found = local["n"]
+            frame = frame.tb_next
+        if found is not None:
+            return found
+        current = current.__cause__ or current.__context__
+    return found
+
+
+@contextlib.contextmanager
+def subgraph_context(inputs: Sequence[Any]) -> Generator[None]:
+    """A tracing context of its own for building one subgraph of a part.
+
+    AOTAutograd's context describes the whole part: its output strides are reported once, and its donated buffers are
+    numbered by the whole part's inputs. Both would be wrong for a subgraph.
+    """
+    mode = detect_fake_mode(list(inputs))
+    outer = torch._guards.TracingContext.try_get()
+    if mode is None and outer is not None:
+        mode = outer.fake_mode
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        yield
+
+
+def has_inductor(device_type: str) -> bool:
+    """Whether Inductor has a code generator registered for that device type."""
+    init_backend_registration()
+    return get_scheduling_for_device(device_type) is not None
+
+
+def no_cudagraphs() -> Any:
+    """The box that tells Inductor not to record CUDA graphs for a graph."""
+    return BoxedBool(False)
+
+
+def disable_cudagraphs(kwargs: Mapping[str, Any]) -> bool:
+    """Switch CUDA graphs off for a part and the parts that follow it.
+
+    Args:
+        kwargs: what `compile_fx` passed to its inner compile; the box in it is shared by forward and backward.
+
+    Returns:
+        Whether they were on.
+    """
+    box = kwargs.get("cudagraphs")
+    was_on = bool(box)
+    if box is not None:
+        BoxedBool.disable(box)
+    return was_on

@@ -6,13 +6,13 @@
 import functools
 import importlib.metadata
 import logging
+from collections.abc import Iterable
 from typing import Final
-
-import torch
 
 from omnicomp.devices.base import Capabilities, Device
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.devices.cuda import CudaDevice
+from omnicomp.devices.generic import GenericDevice
 from omnicomp.errors import DeviceError, nearest
 
 __all__ = ["GROUP", "Capabilities", "Device", "device_names", "get_device", "load_errors", "primary_device"]
@@ -73,12 +73,10 @@ def get_device(name: str) -> Device:
     return device
 
 
-def primary_device(tensors: list[torch.Tensor]) -> Device | None:
-    """The device that a graph runs on: the first accelerator among its tensors, else the CPU.
+def primary_device(types: Iterable[str]) -> Device:
+    """The device that a graph runs on: the first accelerator among the device types of its tensors, else the CPU.
 
-    Returns:
-        None if omnicomp knows no device of that type; the graph then goes to Inductor or eager as it is.
+    A type that omnicomp has no device for is served by what torch itself offers for it.
     """
-    types = [t.device.type for t in tensors if t.device.type != "meta"]
-    name = next((t for t in types if t != "cpu"), "cpu")
-    return _discover()[0].get(name)
+    name = next((t for t in types if t not in ("cpu", "meta")), "cpu")
+    return _discover()[0].get(name) or GenericDevice(name)

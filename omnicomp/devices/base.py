@@ -39,11 +39,15 @@ class Capabilities:
 class Device(Protocol):
     """A kind of device, found through the entry-point group `omnicomp.devices`."""
 
-    type: str
-    """torch's device type, for example `cuda`."""
+    @property
+    def type(self) -> str:
+        """The device type as torch names it, for example `cuda`."""
+        ...
 
-    lowerings: tuple[str, ...]
-    """Names of the lowerings that can serve it, `eager` among them."""
+    @property
+    def lowerings(self) -> tuple[str, ...]:
+        """Names of the lowerings that can serve it, `eager` among them."""
+        ...
 
     def is_available(self) -> bool:
         """Whether the device can be used in this process. Never raises."""

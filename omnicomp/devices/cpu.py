@@ -15,7 +15,7 @@ class CpuDevice:
     """The host processor, compiled for by Inductor's C++ code generation."""
 
     type = "cpu"
-    lowerings: tuple[str, ...] = ("override", "inductor", "eager")
+    lowerings = ("override", "inductor", "eager")
 
     def is_available(self) -> bool:
         """Always."""

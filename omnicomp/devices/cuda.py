@@ -13,7 +13,7 @@ class CudaDevice:
     """A CUDA device, compiled for by Inductor through Triton."""
 
     type = "cuda"
-    lowerings: tuple[str, ...] = ("override", "inductor", "eager")
+    lowerings = ("override", "inductor", "eager")
 
     def is_available(self) -> bool:
         """Whether torch sees a GPU; False, not an error, where the driver or the build is missing."""

@@ -28,6 +28,8 @@ class LoweringContext:
         timeline: where builds are recorded (by the ladder, not by the lowering).
         inductor_kwargs: what `compile_fx` passes to its inner compile: static inputs, CUDA graphs, the graph's number.
         digest: hash of everything of omnicomp that changes generated code.
+        modules: module paths of the Dynamo graph, for subgraphs that are a whole part.
+        sources: `file:line` of the Dynamo graph, for the same.
     """
 
     graph_id: str
@@ -37,6 +39,8 @@ class LoweringContext:
     timeline: Timeline
     inductor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     digest: str = ""
+    modules: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def part_id(self) -> str:

@@ -63,7 +63,7 @@ class PassContext:
         )
 
     def near_miss(self, name: str, kind: str, node: Node, reason: Reason) -> None:
-        """Record that the pass `name` left the candidate anchored at `node` alone; `reason.node` says where it ended."""
+        """Record that the pass `name` left the candidate at `node` alone; `reason.node` says where it ended."""
         self.timeline.append(
             NearMiss(
                 graph=self.graph_id,

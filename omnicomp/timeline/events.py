@@ -11,7 +11,8 @@ subgraph is `g0.forward.0/softmax_topk`.
 
 import dataclasses
 import re
-from typing import Any, ClassVar, Final
+from types import UnionType
+from typing import Any, ClassVar, Final, get_args, get_origin
 
 from omnicomp.timeline.reasons import Reason
 
@@ -333,6 +334,22 @@ def _node_placement(data: dict[str, Any]) -> NodePlacement:
     return NodePlacement(**{key: str(value) for key, value in data.items() if key in known}, chain=chain)
 
 
+def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
+    """Refuse a value whose kind is not the field's: a view would fail on it far from the line that has it."""
+    items: list[Any] = list(value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ())
+    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    accepted: tuple[Any, ...] = tuple(get_origin(kind) or kind for kind in kinds)
+    if float in accepted:
+        accepted += (int,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+        raise TypeError(f"its field {field.name!r} can't be {type(value).__name__}")
+    inner: tuple[Any, ...] = get_args(field.type)
+    if tuple in accepted and str in inner and not all(isinstance(item, str) for item in items):
+        raise TypeError(f"its field {field.name!r} must hold text")
+    if dict in accepted and int in inner and not all(isinstance(item, int) for item in items):
+        raise TypeError(f"its field {field.name!r} must hold whole numbers")
+
+
 def event_from_dict(data: dict[str, Any]) -> Event | None:
     """Rebuild an event from its JSON form.
 
@@ -362,5 +379,6 @@ def event_from_dict(data: dict[str, Any]) -> Event | None:
             value = tuple(_node_placement(item) for item in value)
         elif isinstance(value, list):
             value = tuple(value)
+        _check(field, value)
         values[field.name] = value
     return cls(**values)

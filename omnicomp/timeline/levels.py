@@ -26,10 +26,7 @@ def backend_timeline(events: Iterable[Event]) -> list[dict[str, Any]]:
             level = LEVELS.get(event.lowering, event.lowering)
             # The last word on a level stands: a retreat records the level again.
             by_subgraph.setdefault(event.subgraph, {})[level] = event
-    return [
-        {"module": subgraph, "attempts": _entries(attempts)}
-        for subgraph, attempts in by_subgraph.items()
-    ]
+    return [{"module": subgraph, "attempts": _entries(attempts)} for subgraph, attempts in by_subgraph.items()]
 
 
 def _entries(attempts: dict[str, Attempt]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from omnicomp.errors import TimelineError
 from omnicomp.timeline.events import Event, event_from_dict
 from omnicomp.timeline.recorder import Timeline, rank
 
-__all__ = ["ENVIRONMENT_VARIABLE", "JsonLinesSink", "attach", "expand", "read_events"]
+__all__ = ["ENVIRONMENT_VARIABLE", "JsonLinesSink", "attach", "expand", "read_events", "read_records"]
 
 log = logging.getLogger("omnicomp.timeline")
 
@@ -98,6 +98,11 @@ def read_events(path: str | Path) -> Iterator[Event]:
     Raises:
         TimelineError: the file is missing, unreadable, or a line is no event; the message names the line.
     """
+    return (event for _, event in read_records(path))
+
+
+def read_records(path: str | Path) -> Iterator[tuple[dict[str, Any], Event]]:
+    """Like `read_events`, each event with its JSON form, which also tells the process, the rank and the thread."""
     file = Path(path)
     try:
         stream = file.open("rb")
@@ -106,21 +111,22 @@ def read_events(path: str | Path) -> Iterator[Event]:
     with stream:
         try:
             for number, line in enumerate(stream, start=1):
-                event = _parse(file, number, line)
-                if event is not None:
-                    yield event
+                record = _parse(file, number, line)
+                if record is not None:
+                    yield record
         except OSError as error:
             raise TimelineError(f"{file} can't be read ({error.strerror}); give the path of a timeline file") from None
 
 
-def _parse(file: Path, number: int, line: bytes) -> Event | None:
+def _parse(file: Path, number: int, line: bytes) -> tuple[dict[str, Any], Event] | None:
     if not line.strip():
         return None
     try:
         data = json.loads(line)
         if not isinstance(data, dict):
             raise TypeError("it is no JSON object")
-        return event_from_dict(data)
+        event = event_from_dict(data)
+        return None if event is None else (data, event)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if not line.endswith(b"\n") and number > 1:
             log.warning("%s: the last line is incomplete and was skipped", file)

@@ -1,0 +1,36 @@
+"""Inductor's pattern matcher: the search for an override's reference in a post-autograd graph."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import Match, PatternMatcherPass, fwd_only, register_replacement
+
+__all__ = ["Match", "build_pattern"]
+
+
+def build_pattern(
+    search: Callable[..., Any],
+    replace: Callable[..., Any],
+    example: Sequence[Any],
+    scalars: Mapping[str, int | float],
+    check: Callable[[Match], bool],
+) -> Callable[[torch.fx.Graph], int]:
+    """Trace `search` and `replace` to ATen (with Inductor's decompositions) and return a function that rewrites graphs.
+
+    Args:
+        search: the computation to look for; its parameters are the pattern's inputs.
+        replace: what it becomes, with the same parameters.
+        example: tensors for the parameters that are tensors, in order.
+        scalars: a value for each parameter that is a number; it must occur nowhere else in the traced pattern.
+        check: asked for every match, whose `kwargs` hold the nodes and numbers by parameter name.
+
+    Returns:
+        A function from a graph to the number of places that it rewrote.
+    """
+    matcher: Any = PatternMatcherPass(pass_name="omnicomp_override")
+    with torch.no_grad():
+        register_replacement(
+            search, replace, list(example), fwd_only, matcher, extra_check=check, scalar_workaround=dict(scalars)
+        )
+    return matcher.apply

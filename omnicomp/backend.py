@@ -1,0 +1,296 @@
+"""The backend: `torch.compile(model, backend="omni")`.
+
+The way of a graph reads top to bottom in `omni`: capture, passes, autograd with placement and lowering of each part,
+and what to do if that fails.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from omnicomp import passes
+from omnicomp._torch import aot, dynamo, inductor
+from omnicomp._torch.fx import copy_module
+from omnicomp.devices import Device, get_device, primary_device
+from omnicomp.errors import OmnicompError, PassError
+from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
+from omnicomp.ladder import build_part
+from omnicomp.localize import first_line
+from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.notices import notify
+from omnicomp.once import Once
+from omnicomp.options import Policy, parse
+from omnicomp.passes.base import PassContext, run_pipeline
+from omnicomp.passes.base import digest as passes_digest
+from omnicomp.records import distinct, replay
+from omnicomp.timeline import Attempt, Cache, Capture, Option, Ran, Reason, Retreat, attach, current
+
+__all__ = ["omni", "reset"]
+
+
+def omni(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compile a graph that Dynamo captured; this is what `torch.compile(..., backend="omni")` calls.
+
+    Args:
+        gm: the Dynamo graph; the backend owns it.
+        example_inputs: fake or real tensors and symbolic sizes, one a placeholder.
+        mode: torch.compile's mode, with the meaning that Inductor gives it.
+        options: omnicomp's own keys (`omnicomp.options.Policy`) and Inductor's config keys.
+
+    Returns:
+        A function of the graph's inputs.
+
+    Raises:
+        OptionError: an option is unknown or has a wrong value.
+    """
+    try:
+        policy = parse(mode, options)
+    except OmnicompError as error:
+        raise dynamo.user_error(error) from None
+    with dynamo.compile_lock:
+        graph = _capture(gm, example_inputs, policy, options)
+        untouched = copy_module(gm)
+        gm = _run_passes(gm, graph)
+        try:
+            compiled = _compile(gm, example_inputs, graph)
+        except dynamo.CONTROL_FLOW:
+            raise
+        except Exception as error:
+            if policy.on_error == "raise":
+                raise
+            compiled = _retreat_to_eager(untouched, graph, error)
+        notify(graph.id, policy)
+        return compiled
+
+
+def reset() -> None:
+    """Forget recorded CUDA graphs; `torch.compiler.reset()` calls it."""
+    inductor.reset_cudagraphs()
+
+
+omni.reset = reset  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Graph:
+    """A captured graph on its way through the backend."""
+
+    id: str
+    device: Device
+    policy: Policy
+    training: bool
+    digest: str
+    modules: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
+        """What the lowerings may know about one part."""
+        return LoweringContext(
+            graph_id=self.id,
+            part=part,
+            device=self.device,
+            policy=self.policy,
+            timeline=current(),
+            inductor_kwargs=dict(inductor_kwargs),
+            digest=self.digest,
+            modules=self.modules,
+            sources=self.sources,
+        )
+
+
+def _capture(gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Mapping[str, Any] | None) -> _Graph:
+    """Record the graph and choose its device."""
+    timeline = current()
+    attach(timeline, None)
+    if policy.timeline is not None:
+        attach(timeline, policy.timeline)
+    nodes = list(all_nodes(gm))
+    tensors = [v for v in tree_leaves([fake_value(n) for n in nodes]) if isinstance(v, torch.Tensor)]
+    tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
+    device = primary_device(t.device.type for t in tensors) if policy.device == "auto" else get_device(policy.device)
+    training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+    graph = _Graph(
+        id=timeline.next_graph(),
+        device=device,
+        policy=policy,
+        training=training,
+        digest=_digest(policy, device),
+        modules=distinct(map(module_path, nodes)),
+        sources=distinct(map(source_line, nodes)),
+    )
+    timeline.append(
+        Capture(
+            graph=graph.id,
+            compile_id=dynamo.compile_id(),
+            function=function_name(nodes),
+            nodes=call_count(gm),
+            device=device.type,
+            training=training,
+            dynamic=any(isinstance(v, torch.SymInt) for v in inputs),
+            mode=policy.mode,
+            options=dict(options or {}),
+            versions={"torch": torch.__version__, "omnicomp": version()},
+        )
+    )
+    if inductor.freezing_requested(policy.inductor):
+        _record_freezing(graph)
+    return graph
+
+
+def _record_freezing(graph: _Graph) -> None:
+    current().append(
+        Option(
+            graph=graph.id,
+            key="freezing",
+            requested="True",
+            effective="False",
+            reason=Reason(
+                code="option_ineffective",
+                by="dynamo",
+                sentence="Dynamo decides on freezing from the global config while it traces, before options are read",
+                lever="set torch._inductor.config.freezing = True before the first call, under torch.no_grad()",
+            ),
+        )
+    )
+
+
+def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
+    """Run the pipeline; a pass that raises costs its rewrites, not the user's program."""
+    context = PassContext(
+        graph_id=graph.id, device=graph.device, policy=graph.policy, timeline=current(), training=graph.training
+    )
+    kept = copy_module(gm)
+    try:
+        run_pipeline(passes.PIPELINE, gm, context)
+    except dynamo.CONTROL_FLOW:
+        raise
+    except Exception as error:
+        if graph.policy.on_error == "raise" or isinstance(error, PassError):
+            raise
+        current().append(
+            Retreat(
+                graph=graph.id,
+                part="",
+                subgraph=graph.id,
+                source_lowering="passes",
+                target_lowering="no passes",
+                reason=Reason(
+                    code="capture_failed",
+                    by="passes",
+                    sentence=f"a pass raised, and the graph goes on as Dynamo captured it: {first_line(error)}",
+                    lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
+                ),
+            )
+        )
+        return kept
+    return gm
+
+
+def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
+    """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed."""
+
+    def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        name = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        with inductor.cache_tag(graph.digest):
+            built = build_part(part, part_inputs, graph.context(name, kwargs))
+        if name == "backward":
+            notify(graph.id, graph.policy)
+        return built
+
+    def restored(compiled: Any, record: str | None, is_backward: bool) -> None:
+        name = "backward" if is_backward else "forward" if graph.training else "inference"
+        replay(record, graph.context(name, {}), compiled)
+
+    if "inductor" not in graph.policy.lowerings or "inductor" not in graph.device.lowerings:
+        return aot.compile_graph(gm, inputs, inner_compile)
+    before = inductor.cache_counters()
+    with inductor.cache_tag(graph.digest), inductor.on_artefact_loaded(restored):
+        compiled = inductor.compile_fx(
+            gm, list(inputs), inner_compile=inner_compile, config_patches=dict(graph.policy.inductor)
+        )
+    after = inductor.cache_counters()
+    for verdict in ("miss", "bypass"):
+        if after[f"aot_autograd.{verdict}"] > before[f"aot_autograd.{verdict}"]:
+            current().append(Cache(graph=graph.id, part="", cache="aot_autograd", verdict=verdict))
+    return compiled
+
+
+def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
+    """Run the graph as Dynamo captured it, through torch's dispatcher."""
+    timeline = current()
+    reason = Reason(
+        code="capture_failed",
+        by="inductor",
+        sentence=f"the compiler raised on the whole graph: {first_line(error)}",
+        observed=type(error).__name__,
+        source=graph.sources[0] if graph.sources else "",
+        lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
+    )
+    timeline.append(
+        Retreat(
+            graph=graph.id,
+            part="",
+            subgraph=graph.id,
+            source_lowering="inductor",
+            target_lowering="eager",
+            reason=reason,
+        )
+    )
+    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="inductor", ok=False, reason=reason))
+    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
+    ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
+    once = Once(lambda: timeline.append(ran))
+
+    def run(*args: Any) -> Any:
+        result = gm(*args)
+        once()
+        return result
+
+    return dynamo.disable(run, reason="omnicomp runs this graph eagerly")
+
+
+def _digest(policy: Policy, device: Device) -> str:
+    """Hash of everything of ours that changes generated code, for the keys of the compile caches."""
+    parts = (
+        package_digest(),
+        sorted(policy.digest_parts().items()),
+        device.type,
+        passes_digest(passes.PIPELINE),
+        overrides.digest(policy.disable_overrides),
+    )
+    return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
+
+
+@functools.cache
+def version() -> str:
+    """Version of the installed package, or `checkout` if it is not installed."""
+    try:
+        return importlib.metadata.version("omnicomp")
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"
+
+
+@functools.cache
+def package_digest() -> str:
+    """Hash of omnicomp's version and sources: an edited checkout never meets the artefacts of the old one."""
+    value = hashlib.sha256(version().encode())
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        value.update(str(path.relative_to(root)).encode())
+        value.update(path.read_bytes())
+    return value.hexdigest()

@@ -1,0 +1,215 @@
+"""The ladder: a post-autograd graph is placed, cut and built; what fails steps down, for its own nodes alone.
+
+The usual case comes first and costs nothing extra: a graph that goes wholly to Inductor is handed over as it is.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch import inductor
+from omnicomp._torch.dynamo import CONTROL_FLOW
+from omnicomp._torch.fx import boxed, copy_module
+from omnicomp.errors import LoweringError
+from omnicomp.localize import Budget, find_failing, first_line
+from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order
+from omnicomp.lowerings.inductor import executable
+from omnicomp.lowerings.overrides.registry import apply_overrides
+from omnicomp.once import Once
+from omnicomp.partition import Piece, extract, gather_getitems, stitch
+from omnicomp.placement import Plan, Run, place
+from omnicomp.records import PartRecord
+from omnicomp.timeline import NodePlacement, Ran, Reason, Retreat
+
+__all__ = ["build_part"]
+
+
+def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Any:
+    """Build a forward, backward or inference graph.
+
+    Args:
+        module: the graph, with `meta["val"]` on its nodes; owned by this function.
+        inputs: fake tensors and symbolic sizes.
+        context: what the lowerings may know.
+
+    Returns:
+        A boxed callable; Inductor's own compiled graph where everything went to Inductor.
+
+    Raises:
+        LoweringError: a node is left that no lowering can build.
+    """
+    return _Builder(module, inputs, context).build()
+
+
+@dataclasses.dataclass
+class _Stage:
+    """A piece's callable, reached through one attribute, so that the recording of its first call can remove itself."""
+
+    call: Callable[[list[Any]], Sequence[Any]]
+
+
+class _Builder:
+    """State of one build: what was cut out so far, what is built already, and how many builds are left."""
+
+    def __init__(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> None:
+        self._module = module
+        self._inputs = inputs
+        self._context = context
+        self._lowerings = in_order(context.policy.lowerings, context.device.lowerings)
+        self._cut: dict[str, Reason] = {}
+        self._boundaries: frozenset[str] = frozenset()
+        self._budget = Budget(context.policy.max_builds)
+        self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
+
+    def build(self) -> Any:
+        names = [lowering.name for lowering in self._lowerings]
+        refused: tuple[NodePlacement, ...] = ()
+        if "override" in names and names.index("override") < _index(names, "inductor"):
+            refused = apply_overrides(self._module, self._context)
+        plan = self._place()
+        record = PartRecord(self._module, plan, refused, self._context, names)
+        if not plan.runs:
+            record.emit_empty()
+            return boxed(self._module)
+        if plan.whole:
+            # Inductor rewrites the graph that it is given: keep one to go on with, should it fail.
+            kept = copy_module(self._module)
+            try:
+                return self._build_whole(record)
+            except CONTROL_FLOW:
+                raise
+            except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
+                self._module = kept
+                plan = self._narrow(self._place().runs[0], error)
+        return self._build_pieces(plan, refused)
+
+    def _place(self) -> Plan:
+        return place(self._module, self._lowerings, self._context, self._cut, self._boundaries)
+
+    def _build_whole(self, record: PartRecord) -> Any:
+        start = time.perf_counter()
+        before = inductor.cache_counters()
+        compiled = inductor.compile_part(self._module, self._inputs, record.dumps(), **self._context.inductor_kwargs)
+        record.emit(time.perf_counter() - start, inductor.artefact_path(compiled))
+        record.emit_cache(before, compiled)
+        if isinstance(compiled, inductor.CompiledFxGraph):
+            inductor.call_once_before_restoring(compiled, lambda: record.emit_ran(executable(compiled)))
+        return compiled
+
+    def _narrow(self, run: Run, error: Exception) -> Plan:
+        """Learn from a failed Inductor run which nodes to cut out, and place again."""
+        if self._context.policy.on_error == "raise":
+            raise error
+        verdict = find_failing(run.nodes, error, self._try, self._budget)
+        self._cut.update(verdict.cut)
+        self._boundaries |= verdict.boundaries
+        first = next(iter(verdict.cut.values()), None)
+        self._context.timeline.append(
+            Retreat(
+                graph=self._context.graph_id,
+                part=self._context.part,
+                subgraph=self._context.part_id,
+                source_lowering="inductor",
+                target_lowering="eager" if verdict.cut else "inductor",
+                reason=first
+                or Reason(
+                    code="build_failed",
+                    by="inductor",
+                    sentence=f"Inductor can't build the nodes together, only in two parts: {first_line(error)}",
+                    lever="report the error to PyTorch",
+                ),
+            )
+        )
+        return self._place()
+
+    def _try(self, nodes: Sequence[Node]) -> Exception | None:
+        try:
+            self._build_piece(self._lowering("inductor"), extract(self._module, nodes), nodes)
+        except CONTROL_FLOW:
+            raise
+        except Exception as error:  # noqa: BLE001 - the answer to "does it build?"
+            return error
+        return None
+
+    def _build_pieces(self, plan: Plan, refused: tuple[NodePlacement, ...]) -> Any:
+        gather_getitems(self._module)
+        while True:
+            plan = self._place()
+            pieces = [extract(self._module, run.nodes) for run in plan.runs]
+            failure = self._build_all(plan, pieces)
+            if failure is None:
+                break
+            self._narrow(*failure)
+        names = [lowering.name for lowering in self._lowerings]
+        record = PartRecord(self._module, plan, refused, self._context, names, pieces=pieces)
+        if inductor.disable_cudagraphs(self._context.inductor_kwargs):
+            record.emit_cudagraphs_off()
+        results = [self._built[_key(run.nodes)] for run in plan.runs]
+        record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
+        stages = [self._attested(record.subgraph_id(i), result) for i, (result, _) in enumerate(results)]
+        return stitch(self._module, pieces, stages)
+
+    def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
+        """Build what is not built yet; returns the first Inductor run that failed."""
+        for run, piece in zip(plan.runs, pieces, strict=True):
+            if _key(run.nodes) in self._built:
+                continue
+            try:
+                self._build_piece(self._lowering(run.lowering), piece, run.nodes)
+            except CONTROL_FLOW:
+                raise
+            except Exception as error:
+                if run.lowering == "inductor":
+                    return run, error
+                raise LoweringError(
+                    f"{run.lowering} can't build {len(run.nodes)} nodes of {self._context.part_id} "
+                    f"({first_line(error)}), and there is no lowering after it"
+                ) from error
+        return None
+
+    def _build_piece(self, lowering: Lowering, piece: Piece, nodes: Sequence[Node]) -> None:
+        start = time.perf_counter()
+        result = lowering.lower(piece.module, piece.fake_inputs, self._context)
+        self._built[_key(nodes)] = (result, time.perf_counter() - start)
+
+    def _lowering(self, name: str) -> Lowering:
+        return next(lowering for lowering in self._lowerings if lowering.name == name)
+
+    def _attested(self, subgraph: str, result: Executable) -> Callable[[list[Any]], Sequence[Any]]:
+        """A callable that records, on its first call, what ran."""
+        context = self._context
+
+        def record() -> None:
+            evidence, kernels = result.attest()
+            context.timeline.append(
+                Ran(
+                    graph=context.graph_id,
+                    part=context.part,
+                    subgraph=subgraph,
+                    lowering=result.lowering,
+                    evidence=evidence,
+                    kernels=kernels,
+                )
+            )
+
+        once = Once(record)
+
+        def first_call(inputs: list[Any]) -> Sequence[Any]:
+            outputs = result.call(inputs)
+            stage.call = result.call
+            once()
+            return outputs
+
+        stage = _Stage(first_call)
+        return lambda inputs: stage.call(inputs)
+
+
+def _key(nodes: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)

@@ -1,0 +1,34 @@
+"""Lowerings turn a subgraph into an executable; the policy gives their order, and eager is always the last."""
+
+if __name__ != "omnicomp.lowerings":
+    raise ImportError(
+        "import omnicomp.lowerings; the folder lowerings at the root of the checkout is a link to it, "
+        "and importing it by that name would make a second copy of every class"
+    )
+
+
+from typing import Final
+
+from omnicomp.lowerings.base import Executable, Lowering, LoweringContext, Support
+from omnicomp.lowerings.eager import EagerLowering
+from omnicomp.lowerings.inductor import InductorLowering
+from omnicomp.lowerings.override import OverrideLowering
+
+__all__ = ["LOWERINGS", "Executable", "Lowering", "LoweringContext", "Support", "in_order"]
+
+LOWERINGS: Final[dict[str, Lowering]] = {
+    "override": OverrideLowering(),
+    "inductor": InductorLowering(),
+    "eager": EagerLowering(),
+}
+
+
+def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:
+    """The lowerings of a policy that a device has, in the policy's order, with eager at the end if it is not in it.
+
+    Args:
+        names: the policy's lowerings.
+        served: the device's.
+    """
+    chosen = [name for name in names if name in served]
+    return [LOWERINGS[name] for name in (*chosen, *(() if "eager" in chosen else ("eager",)))]

@@ -1,0 +1,53 @@
+"""The Inductor lowering: takes everything on a device that Inductor generates code for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch import inductor
+from omnicomp.graphs import op_name
+from omnicomp.lowerings.base import Executable, LoweringContext, Support
+from omnicomp.timeline import Reason
+
+__all__ = ["InductorLowering"]
+
+
+class InductorLowering:
+    """Builds a subgraph with Inductor's own inner compile, caches included."""
+
+    name = "inductor"
+
+    def supports(self, node: Node, context: LoweringContext) -> Support:
+        """Everything: what Inductor has no code generator for, it calls as an external kernel itself."""
+        if inductor.has_inductor(context.device.type):
+            return None
+        return Reason(
+            code="lowering_excluded",
+            by=self.name,
+            sentence=f"Inductor has no code generator for the device {context.device.type}",
+            node=f"{node.name} ({op_name(node)})",
+            lever="register the device with Inductor; `omnicomp doctor` shows what is registered",
+        )
+
+    def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
+        """Build one subgraph of a part that has more than one executable.
+
+        CUDA graphs stay off here: a recorded graph of one piece would have to know the memory of its neighbours.
+        """
+        kwargs = dict(context.inductor_kwargs)
+        kwargs.update(cudagraphs=inductor.no_cudagraphs(), static_input_idxs=())
+        with inductor.subgraph_context(inputs):
+            compiled = inductor.compile_part(module, inputs, "", **kwargs)
+        return executable(compiled)
+
+
+def executable(compiled: Any) -> Executable:
+    """Wrap what Inductor built, with its generated module as evidence."""
+    path, key = inductor.artefact_path(compiled), inductor.artefact_key(compiled)
+
+    def attest() -> tuple[str, dict[str, int]]:
+        evidence = f"{path} (key {key})" if key else path or "a graph without operators"
+        return evidence, inductor.external_kernels(compiled)
+
+    return Executable(lowering="inductor", call=compiled, artefact=path, attest=attest)

@@ -1,0 +1,126 @@
+"""Placement: every node of a post-autograd graph gets the first lowering of the policy that takes it.
+
+Cuts keep the graph's order. A dependency-driven partitioner would make fewer subgraphs of some graphs, but could move
+a mutation, a random draw or a collective past another one; runs of neighbours in program order can't
+(docs/adr/0004).
+"""
+
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from omnicomp.errors import LoweringError
+from omnicomp.graphs import module_path, op_name, source_line
+from omnicomp.lowerings.base import Lowering, LoweringContext
+from omnicomp.lowerings.override import override_of
+from omnicomp.timeline import NodePlacement, Reason
+
+__all__ = ["Plan", "Run", "place"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring nodes on one lowering."""
+
+    lowering: str
+    nodes: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The placement of a part.
+
+    Attributes:
+        runs: the nodes in program order, cut where the lowering changes.
+        counts: number of operators by lowering; an override inside an Inductor run counts as `override`.
+        declined: nodes that an earlier lowering refused for a reason of its own.
+    """
+
+    runs: tuple[Run, ...]
+    counts: dict[str, int]
+    declined: tuple[NodePlacement, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part is one Inductor graph."""
+        return len(self.runs) == 1 and self.runs[0].lowering == "inductor"
+
+
+def place(
+    module: GraphModule,
+    lowerings: Sequence[Lowering],
+    context: LoweringContext,
+    cut: Mapping[str, Reason],
+    boundaries: frozenset[str] = frozenset(),
+) -> Plan:
+    """Ask the lowerings, in order, for every operator of the graph.
+
+    Args:
+        module: a post-autograd graph.
+        lowerings: in the order of the policy, the last of which takes (nearly) everything.
+        context: where the graph comes from.
+        cut: nodes that failed to build on Inductor, by name, with the reason.
+        boundaries: names of nodes before which an Inductor run is cut, because only the parts can be built.
+
+    Raises:
+        LoweringError: no lowering takes a node; the message has the reason of each.
+    """
+    placed: dict[Node, str] = {}
+    declined: list[NodePlacement] = []
+    for node in module.graph.nodes:
+        if not node.op.startswith("call_"):
+            continue
+        producer = node.args[0] if node.target is operator.getitem and node.args else None
+        if isinstance(producer, Node) and producer in placed:
+            placed[node] = placed[producer]
+            continue
+        placed[node], chain = _choose(node, lowerings, context, cut)
+        if chain:
+            declined.append(
+                NodePlacement(
+                    node=node.name,
+                    op=op_name(node),
+                    lowering=placed[node],
+                    source=source_line(node),
+                    module=module_path(node),
+                    chain=chain,
+                )
+            )
+    counts = Counter("override" if override_of(node) else lowering for node, lowering in placed.items())
+    return Plan(runs=_runs(placed, boundaries), counts=dict(sorted(counts.items())), declined=tuple(declined))
+
+
+def _choose(
+    node: Node, lowerings: Sequence[Lowering], context: LoweringContext, cut: Mapping[str, Reason]
+) -> tuple[str, tuple[Reason, ...]]:
+    """The first lowering that takes the node, and the reasons of those asked before it."""
+    chain: list[Reason] = []
+    names = [lowering.name for lowering in lowerings]
+    for lowering in lowerings:
+        if lowering.name == "inductor" and node.name in cut:
+            chain.append(cut[node.name])
+            continue
+        reason = lowering.supports(node, context)
+        if reason is not None:
+            # "Nobody registered an override" is true of nearly every node; it is said once a part, not once a node.
+            if reason.code != "no_override":
+                chain.append(reason)
+            continue
+        if lowering.name == "override" and "inductor" in names and node.name not in cut:
+            return "inductor", tuple(chain)  # opaque to Inductor, inside its graph
+        return lowering.name, tuple(chain)
+    reasons = "; ".join(str(reason) for reason in chain) or "no lowering is left"
+    raise LoweringError(f"no lowering of {names} takes {node.name} ({op_name(node)}) at {source_line(node)}: {reasons}")
+
+
+def _runs(placed: Mapping[Node, str], boundaries: frozenset[str]) -> tuple[Run, ...]:
+    runs: list[tuple[str, list[Node]]] = []
+    for node, lowering in placed.items():
+        starts = node.name in boundaries and lowering == "inductor"
+        if not runs or runs[-1][0] != lowering or starts:
+            runs.append((lowering, []))
+        runs[-1][1].append(node)
+    return tuple(Run(lowering=lowering, nodes=tuple(nodes)) for lowering, nodes in runs)

@@ -1,0 +1,326 @@
+"""What is recorded of a part: made once from its plan, emitted when it is built, kept in the artefact, and replayed.
+
+A warm start never reaches our code for a part that AOTAutograd's cache restores. The record travels inside the
+compiled graph, so that the timeline of a warm start says what the cold one said. It holds no ids of the process, no
+times and no paths: it is part of the cache key.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch import inductor
+from omnicomp.costs import cost_of, size_of
+from omnicomp.graphs import fake_value, module_path, op_name, source_line
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings.inductor import executable
+from omnicomp.lowerings.override import override_of
+from omnicomp.partition import Piece
+from omnicomp.placement import Plan
+from omnicomp.timeline import (
+    Attempt,
+    Cache,
+    Event,
+    NodePlacement,
+    Option,
+    Placement,
+    Ran,
+    Reason,
+    Subgraph,
+)
+from omnicomp.timeline.events import event_from_dict
+
+__all__ = ["PartRecord", "distinct", "replay"]
+
+_SHOWN: Final = 8
+_UNRECORDED: Final = ("graph", "time", "seq", "schema", "sources", "modules")
+
+
+def distinct(values: Iterable[str]) -> tuple[str, ...]:
+    """The first eight distinct, non-empty values, in order."""
+    return tuple(dict.fromkeys(value for value in values if value))[:_SHOWN]
+
+
+class PartRecord:
+    """The events of one part, except for those about building and running it, which are known later."""
+
+    def __init__(
+        self,
+        module: GraphModule,
+        plan: Plan,
+        refused: tuple[NodePlacement, ...],
+        context: LoweringContext,
+        names: Sequence[str],
+        pieces: Sequence[Piece] = (),
+    ) -> None:
+        """Describe a part before it is built: Inductor changes the graph that it is given.
+
+        Args:
+            module: the part's graph.
+            plan: its placement.
+            refused: where an override matched but refused.
+            context: where the part comes from.
+            names: the lowerings in the order in which they were asked.
+            pieces: the subgraphs, if the part was cut.
+        """
+        self._context = context
+        self._names = tuple(names)
+        self._plan = plan
+        self._placement = Placement(
+            graph=context.graph_id,
+            part=context.part,
+            nodes=plan.counts,
+            declined=(*refused, *plan.declined),
+            note=self._note(plan),
+        )
+        self._subgraphs: list[Subgraph] = []
+        self._overrides: dict[str, list[str]] = {}
+        for index, run in enumerate(plan.runs):
+            piece = pieces[index] if pieces else None
+            self._describe(index, run.lowering, run.nodes, _boundary(module, piece), whole=piece is None)
+
+    def subgraph_id(self, index: int) -> str:
+        """Id of a subgraph of this part."""
+        return f"{self._context.part_id}.{index}"
+
+    def dumps(self) -> str:
+        """The record as it is kept in the artefact."""
+        events: list[Event] = [self._placement, *self._subgraphs, *self._attempts([("", 0.0)] * len(self._plan.runs))]
+        text = json.dumps([_without_identity(event) for event in events], sort_keys=True)
+        return text.replace(f'"{self._context.part_id}', '"@')
+
+    def emit(self, seconds: float, artefact: str) -> None:
+        """Record that the whole part was built by Inductor."""
+        self.emit_pieces([(artefact, seconds)])
+
+    def emit_pieces(self, builds: Sequence[tuple[str, float]]) -> None:
+        """Record that every subgraph was built; `builds` has the artefact and the seconds of each."""
+        self._append(self._placement, *self._subgraphs, *self._attempts(builds))
+
+    def emit_empty(self) -> None:
+        """Record a part without operators: it only passes its inputs on."""
+        self._append(self._placement)
+
+    def emit_cache(self, before: Mapping[str, int], compiled: Any) -> None:
+        """Record the verdict of Inductor's cache, from its counters before the build."""
+        after = inductor.cache_counters()
+        for verdict in ("hit", "miss", "bypass"):
+            if after[f"fx_graph.{verdict}"] > before[f"fx_graph.{verdict}"]:
+                key = inductor.artefact_key(compiled)
+                self._append(
+                    Cache(
+                        graph=self._context.graph_id,
+                        part=self._context.part,
+                        cache="fx_graph",
+                        verdict=verdict,
+                        key=key,
+                    )
+                )
+
+    def emit_ran(self, result: Executable) -> None:
+        """Record that the part's Inductor graph was called, and the overrides inside it."""
+        emit_ran(self._context, self._subgraphs, result)
+
+    def emit_cudagraphs_off(self) -> None:
+        """Record that CUDA graphs were asked for, but the part has more than one executable."""
+        self._append(
+            Option(
+                graph=self._context.graph_id,
+                key="triton.cudagraphs",
+                requested="True",
+                effective="False",
+                reason=Reason(
+                    code="option_ineffective",
+                    by="execution",
+                    sentence=f"{self._context.part_id} has more than one executable, and CUDA graphs need a whole one",
+                    lever="remove what makes it fall back; the declined nodes of the placement are the list",
+                ),
+            )
+        )
+
+    def _describe(
+        self, index: int, lowering: str, nodes: Sequence[Node], boundary: tuple[list[Any], list[Any]], *, whole: bool
+    ) -> None:
+        identity = self.subgraph_id(index)
+        inputs, outputs = boundary
+        self._subgraphs.append(
+            self._subgraph(
+                identity,
+                lowering,
+                nodes,
+                inputs=inputs,
+                outputs=outputs,
+                modules=self._context.modules if whole else distinct(map(module_path, nodes)),
+                sources=self._context.sources if whole else distinct(map(source_line, nodes)),
+            )
+        )
+        if lowering != "inductor":
+            return
+        for node in nodes:
+            item = override_of(node)
+            if item is None:
+                continue
+            names = self._overrides.setdefault(identity, [])
+            count = sum(1 for name in names if name.split(":")[0] == item.name)
+            names.append(item.name if count == 0 else f"{item.name}:{count}")
+            self._subgraphs.append(
+                self._subgraph(
+                    f"{identity}/{names[-1]}",
+                    "override",
+                    [node],
+                    inputs=[fake_value(source) for source in node.all_input_nodes],
+                    outputs=[fake_value(node)],
+                    modules=distinct([module_path(node)]),
+                    sources=distinct([source_line(node)]),
+                )
+            )
+
+    def _subgraph(
+        self,
+        identity: str,
+        lowering: str,
+        nodes: Sequence[Node],
+        *,
+        inputs: list[Any],
+        outputs: list[Any],
+        modules: tuple[str, ...],
+        sources: tuple[str, ...],
+    ) -> Subgraph:
+        cost = cost_of(nodes)
+        size, size_hint = size_of([*inputs, *outputs])
+        return Subgraph(
+            graph=self._context.graph_id,
+            part=self._context.part,
+            subgraph=identity,
+            lowering=lowering,
+            nodes=len(nodes),
+            ops=dict(sorted(Counter(map(op_name, nodes)).items())),
+            flops=str(cost.flops),
+            flops_hint=cost.flops_hint,
+            bytes=str(size),
+            bytes_hint=size_hint,
+            inputs=len(inputs),
+            outputs=len(outputs),
+            modules=modules,
+            sources=sources,
+        )
+
+    def _note(self, plan: Plan) -> str:
+        if "override" not in self._names or self._names.index("override") > 0:
+            return ""
+        rest = sum(plan.counts.values()) - plan.counts.get("override", 0)
+        return f"no override is registered for the operators of {rest} nodes" if rest else ""
+
+    def _attempts(self, builds: Sequence[tuple[str, float]]) -> list[Attempt]:
+        reasons = {placed.node: placed.chain for placed in self._plan.declined}
+        attempts: list[Attempt] = []
+        for index, (run, (artefact, seconds)) in enumerate(zip(self._plan.runs, builds, strict=True)):
+            identity = self.subgraph_id(index)
+            refused = {reason.by: reason for node in run.nodes for reason in reasons.get(node.name, ())}
+            for name in self._names:
+                if name == run.lowering:
+                    attempts.append(
+                        self._attempt(identity, name, ok=True, selected=True, seconds=seconds, artefact=artefact)
+                    )
+                    break
+                inside = self._overrides.get(identity)
+                skipped = "" if name in refused else _skipped(name, inside)
+                attempts.append(self._attempt(identity, name, ok=False, reason=refused.get(name), skipped=skipped))
+            for name in self._overrides.get(identity, ()):
+                child = f"{identity}/{name}"
+                attempts.append(self._attempt(child, "inductor", ok=False, skipped="skipped: kernel_override selected"))
+                attempts.append(self._attempt(child, "override", ok=True, selected=True))
+        return attempts
+
+    def _attempt(self, subgraph: str, lowering: str, *, ok: bool, **fields: Any) -> Attempt:
+        context = self._context
+        return Attempt(graph=context.graph_id, part=context.part, subgraph=subgraph, lowering=lowering, ok=ok, **fields)
+
+    def _append(self, *events: Event) -> None:
+        for event in events:
+            self._context.timeline.append(event)
+
+
+def _skipped(lowering: str, inside: list[str] | None) -> str:
+    if lowering == "override":
+        if inside:
+            return f"skipped: the overrides {', '.join(inside)} are called from inside the compiled graph"
+        return "skipped: no override is registered for its operators"
+    return "skipped: it takes none of its operators"
+
+
+def _boundary(module: GraphModule, piece: Piece | None) -> tuple[list[Any], list[Any]]:
+    """Fake values that go in and out of a subgraph."""
+    if piece is not None:
+        return piece.fake_inputs, [fake_value(node) for node in piece.outputs]
+    output = next(iter(reversed(module.graph.nodes)))
+    inputs = [fake_value(node) for node in module.graph.find_nodes(op="placeholder")]
+    return inputs, [fake_value(node) for node in output.all_input_nodes]
+
+
+def _without_identity(event: Event) -> dict[str, Any]:
+    return {key: value for key, value in event.to_dict().items() if key not in _UNRECORDED}
+
+
+def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable) -> None:
+    """Record what an Inductor graph ran, judged by its generated code.
+
+    An override inside it ran only if the generated module calls its operator; if it does not, the audit shows that the
+    plan and what ran differ.
+    """
+    evidence, kernels = result.attest()
+    for subgraph in subgraphs:
+        if "/" not in subgraph.subgraph:
+            ran, seen, calls = result.lowering, evidence, kernels
+        else:
+            operators = [f"torch.ops.{op}" for op in subgraph.ops]
+            calls = {name: count for name, count in kernels.items() if name in operators}
+            ran = "override" if calls else result.lowering
+            seen = f"{', '.join(calls)} called from {evidence}" if calls else f"not called from {evidence}"
+        context.timeline.append(
+            Ran(
+                graph=context.graph_id,
+                part=context.part,
+                subgraph=subgraph.subgraph,
+                lowering=ran,
+                evidence=seen,
+                kernels=calls,
+            )
+        )
+
+
+def replay(record: str | None, context: LoweringContext, compiled: Any) -> None:
+    """Put the record of a restored part into the timeline, and attest its first call.
+
+    Args:
+        record: what `PartRecord.dumps` made, or None if the artefact holds none.
+        context: where the part belongs now.
+        compiled: the restored graph.
+    """
+    timeline, result = context.timeline, executable(compiled)
+    timeline.append(
+        Cache(
+            graph=context.graph_id,
+            part=context.part,
+            cache="aot_autograd",
+            verdict="hit",
+            key=inductor.artefact_key(compiled),
+            note="" if record else "the artefact has no record of the decisions that made it",
+        )
+    )
+    subgraphs: list[Subgraph] = []
+    for data in json.loads((record or "[]").replace('"@', f'"{context.part_id}')):
+        event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
+        if isinstance(event, Subgraph):
+            if "/" not in event.subgraph:
+                event = dataclasses.replace(event, modules=context.modules, sources=context.sources)
+            subgraphs.append(event)
+        elif isinstance(event, Attempt) and event.selected and event.lowering == "inductor":
+            event = dataclasses.replace(event, artefact=result.artefact)
+        if event is not None:
+            timeline.append(event)
+    inductor.call_once_before_restoring(compiled, lambda: emit_ran(context, subgraphs, result))

@@ -1,0 +1,37 @@
+"""Shared fixtures: one cache folder for all compilations, a clean timeline and a reset compiler for each test."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere: C++ compilation is the slowest part of the suite, and is shared across tests and
+# runs. The folder can be set from outside, and is thrown away with the checkout otherwise.
+CACHE = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "inductor")))
+CACHE.mkdir(parents=True, exist_ok=True)
+os.environ.pop("OMNICOMP_TIMELINE", None)
+
+import torch  # noqa: E402
+
+import omnicomp  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def clean_state() -> Iterator[None]:
+    """Every test starts with nothing compiled, nothing recorded and the same random numbers."""
+    torch.compiler.reset()
+    omnicomp.timeline.clear()
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+    omnicomp.timeline.clear()
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A compile cache of its own, for tests about the cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        yield Path(folder)
