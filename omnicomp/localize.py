@@ -53,6 +53,10 @@ def find_failing(nodes: Sequence[Node], error: Exception, build: Build, budget: 
         build: tries a part of the run.
         budget: bounds the builds; when it is spent, what is left of the run is cut as a whole.
     """
+    if inductor.is_missing_tool(error):
+        note = "no node is to blame, so all of them leave"
+        lever = "install a C++ compiler (g++ or clang) or name one in CXX; `omnicomp doctor` shows what is found"
+        return Verdict(cut={node.name: _reason(node, error, note, lever) for node in nodes})
     named = _named_node(nodes, error)
     if named is not None:
         return Verdict(cut={named.name: _reason(named, error)})
@@ -84,7 +88,7 @@ def _named_node(nodes: Sequence[Node], error: Exception) -> Node | None:
     return next((node for node in nodes if node.name == at.name and node.target == at.target), None)
 
 
-def _reason(node: Node, error: Exception, note: str = "") -> Reason:
+def _reason(node: Node, error: Exception, note: str = "", lever: str = "") -> Reason:
     return Reason(
         code="cut_out",
         by="inductor",
@@ -92,7 +96,7 @@ def _reason(node: Node, error: Exception, note: str = "") -> Reason:
         observed=type(getattr(error, "inner_exception", error)).__name__,
         node=f"{node.name} ({op_name(node)})",
         source=source_line(node),
-        lever="register an override for the operator, or report the error to PyTorch",
+        lever=lever or "register an override for the operator, or report the error to PyTorch",
     )
 
 

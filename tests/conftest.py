@@ -1,7 +1,6 @@
 """Shared fixtures: one cache folder for all compilations, a clean timeline and a reset compiler for each test."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,11 +26,3 @@ def clean_state() -> Iterator[None]:
     yield
     torch.compiler.reset()
     omnicomp.timeline.clear()
-
-
-@pytest.fixture
-def fresh_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A compile cache of its own, for tests about the cache."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        yield Path(folder)

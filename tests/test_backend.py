@@ -88,7 +88,8 @@ def test_capture_says_what_was_compiled() -> None:
     (capture,) = events(Capture)
     assert capture.device == "cpu"
     assert capture.training
-    assert capture.function.startswith("forward (") and __file__ in capture.function
+    assert capture.function.startswith("forward (")
+    assert __file__ in capture.function
     assert capture.options == EAGER
     assert capture.versions["torch"] == torch.__version__
 
@@ -249,9 +250,7 @@ def test_a_graph_that_goes_wholly_to_inductor_is_one_subgraph() -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_an_operator_that_inductor_fails_on_is_cut_out_alone(
-    dynamic: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_operator_that_inductor_fails_on_is_cut_out_alone(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
     aten = torch.ops.aten
     model = Small()
     with inductor_fails_on(aten.digamma.default):
@@ -272,7 +271,8 @@ def test_an_operator_that_inductor_fails_on_is_cut_out_alone(
     assert "planted failure" in levels["compile"]["reason"]
     assert levels["eager"]["selected"]
     (warning,) = [r.getMessage() for r in caplog.records if r.name == "omnicomp"]
-    assert "aten.digamma.default" in warning and "\n" not in warning
+    assert "aten.digamma.default" in warning
+    assert "\n" not in warning
 
 
 @pytest.mark.inductor

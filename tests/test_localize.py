@@ -65,6 +65,16 @@ def test_a_spent_budget_cuts_what_is_left_and_says_so(builds: int) -> None:
     assert any("max_builds" in reason.sentence for reason in verdict.cut.values())
 
 
+def test_a_missing_compiler_is_not_bisected() -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    nodes, tried = chain(8), []
+    verdict = find_failing(nodes, InvalidCxxCompiler("nowhere"), builder(set(), nodes, tried), Budget(9))
+    assert set(verdict.cut) == {node.name for node in nodes}
+    assert tried == []
+    assert all("install a C++ compiler" in reason.lever for reason in verdict.cut.values())
+
+
 def test_the_first_line_names_the_error_once() -> None:
     assert first_line(RuntimeError("\n  broken\nmore")) == "RuntimeError: broken"
     assert first_line(ValueError()) == "ValueError: no message"

@@ -19,7 +19,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.codecache import get_path
 from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.exc import InductorError, LoweringException
+from torch._inductor.exc import InductorError, InvalidCxxCompiler, LoweringException
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import BoxedBool
@@ -46,6 +46,7 @@ __all__ = [
     "fallback_random",
     "freezing_requested",
     "has_inductor",
+    "is_missing_tool",
     "modes",
     "no_cudagraphs",
     "on_artefact_loaded",
@@ -280,3 +281,9 @@ def disable_cudagraphs(kwargs: Mapping[str, Any]) -> bool:
     if box is not None:
         BoxedBool.disable(box)
     return was_on
+
+
+def is_missing_tool(error: BaseException) -> bool:
+    """Whether Inductor failed because this machine has no compiler, whatever the graph."""
+    inner = getattr(error, "inner_exception", error)
+    return isinstance(inner, InvalidCxxCompiler) or type(inner).__name__ == "TritonMissing"

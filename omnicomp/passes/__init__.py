@@ -6,11 +6,13 @@ if __name__ != "omnicomp.passes":
         "and importing it by that name would make a second copy of every class"
     )
 
-
 from typing import Final
 
+from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import Pass, PassContext, PassResult, run_pipeline
+from omnicomp.passes.dtype_policy import DtypePolicy
 
 __all__ = ["PIPELINE", "Pass", "PassContext", "PassResult", "run_pipeline"]
 
-PIPELINE: Final[tuple[Pass, ...]] = ()
+# Attention first: the dtype policy then lowers the fused operator, and leaves no softmax to keep in float32.
+PIPELINE: Final[tuple[Pass, ...]] = (AttentionFusion(), DtypePolicy())

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import logging
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -283,20 +284,27 @@ def _replace_pattern(item: Override, module: GraphModule, refused: list[NodePlac
                 item.reference, item.function, item.example(), item.scalars, functools.partial(_accepts, item)
             )
             _patterns[item.name] = rewrite
-    _active.refused = refused
+    _active.refused, _active.origins = refused, {}
     try:
-        return rewrite(module.graph) > 0
+        changed = rewrite(module.graph) > 0
+        for node in module.graph.nodes if changed else ():
+            if node.target in item.operators and not node.meta.get("stack_trace"):
+                # The matcher makes new nodes without the user's source line; give them that of what they replace.
+                node.meta.update(_active.origins.get(node.args[0], {}))
+        return changed
     finally:
-        _active.refused = None
+        _active.refused, _active.origins = None, {}
 
 
 def _accepts(item: Override, match: Match) -> bool:
     assert item.reference is not None
     values = [fake_value(match.kwargs[p]) for p in inspect.signature(item.reference).parameters]
     reason = item.refusal(*values)
+    anchor = next(n for n in reversed(match.nodes) if n.op == "call_function" and n.target is not operator.getitem)
     if reason is None:
+        first = next(iter(match.kwargs.values()))
+        _active.origins[first] = {k: anchor.meta[k] for k in ("stack_trace", "nn_module_stack") if k in anchor.meta}
         return True
-    anchor = match.output_node() if len(match.nodes) == 0 else match.nodes[-1]
     refused: list[NodePlacement] | None = getattr(_active, "refused", None)
     if refused is not None:
         refused.append(_declined(anchor, reason))

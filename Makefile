@@ -1,0 +1,37 @@
+# Two commands do everything on a machine that has Python 3.11 and a C++ compiler: `make demo` and `make test`.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint format bench clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,bench,lint]'
+	touch $@
+
+demo: $(INSTALLED)  ## compile a real model, compare it with Inductor, print the audit and write examples/audit.html
+	$(BIN)/python examples/llama.py --audit examples/audit.html
+
+test: $(INSTALLED)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(INSTALLED)  ## let ruff lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## the benches, small
+	$(BIN)/python bench/bench_overhead.py --quick
+	$(BIN)/python bench/bench_models.py --quick
+
+clean:  ## remove what was made here
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache build *.egg-info examples/audit.html

@@ -1,0 +1,178 @@
+"""What does omni cost? Time a call and compile time, cold and warm, of omni over Inductor on the same graphs.
+
+    python bench/bench_overhead.py [--quick]
+
+Targets: a call at most 1.02, a compilation at most 1.10.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import add_common_arguments, interleave, machine, markdown_table
+from torch import nn
+
+BACKENDS = ("inductor", "omni")
+
+
+def tiny_graphs(device: str) -> dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]:
+    """Graphs in which a call is nearly all overhead."""
+    x = torch.randn(8, 8, device=device)
+    mlp = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(device)
+    return {
+        "pointwise 8x8": (lambda a: (a.sin() + 1) * a, (x,)),
+        "two inputs": (lambda a, b: (a + b).relu().sum(), (x, x)),
+        "mlp 16": (mlp, (torch.randn(4, 16, device=device),)),
+    }
+
+
+def bench_calls(arguments: argparse.Namespace) -> list[list[str]]:
+    """Ratio of the time a call, without and with gradients."""
+    rows: list[list[str]] = []
+    rounds = arguments.rounds or (7 if arguments.quick else 21)
+    for name, (function, inputs) in tiny_graphs(arguments.device).items():
+        for training in (False, True):
+            if training and not isinstance(function, nn.Module):
+                continue
+            candidates = {b: _caller(function, inputs, b, training=training) for b in BACKENDS}
+            # Inductor against itself says how much of a difference is noise.
+            candidates["again"] = _caller(function, inputs, "inductor", training=training)
+            times = interleave(
+                candidates, rounds=rounds, seconds=0.05 if arguments.quick else 0.2, device=arguments.device
+            )
+            base = times["inductor"]
+            label = f"{name}{', training step' if training else ''}"
+            rows.append(
+                [
+                    label,
+                    f"{base.median * 1e6:.1f}",
+                    f"{times['omni'].median * 1e6:.1f}",
+                    f"{times['omni'].ratio_to(base):.3f}",
+                    f"{times['again'].ratio_to(base):.3f}",
+                ]
+            )
+    return rows
+
+
+def _caller(
+    function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], backend: str, *, training: bool
+) -> Callable[[], Any]:
+    compiled = torch.compile(_own_frame(function), backend=backend)
+
+    def step() -> None:
+        compiled(*inputs).sum().backward()
+
+    def call() -> None:
+        with torch.no_grad():
+            compiled(*inputs)
+
+    run = step if training else call
+    for _ in range(3):
+        run()
+    return run
+
+
+def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a code object of its own: Dynamo keeps its cache by code object, for all backends together."""
+    namespace: dict[str, Any] = {"function": function}
+    exec("def own_frame(*args):\n    return function(*args)\n", namespace)
+    return namespace["own_frame"]
+
+
+COMPILE = """
+import json, sys, time, torch
+sys.path[:0] = [{folder!r}]
+from omnicomp.testing.models import build
+case = build({model!r}, "tiny").to({device!r}, torch.float32)
+# Inductor's own start-up (headers, worker pool) and omnicomp's import are paid before the clock starts.
+torch.compile(torch.sin, backend={backend!r})(torch.ones(3, device={device!r}))
+start = time.perf_counter()
+with torch.no_grad():
+    torch.compile(case.model, backend={backend!r}{options})(**case.inputs)
+print(json.dumps(time.perf_counter() - start))
+"""
+
+
+def bench_compile(arguments: argparse.Namespace) -> list[list[str]]:
+    """Ratio of the time of the first call, in processes of their own, cold and warm."""
+    rows: list[list[str]] = []
+    rounds = 2 if arguments.quick else 5
+    # Without attention fusion both compile the same graph: this is the cost of the machinery. With it, omni compiles
+    # another graph, which is what a user sees.
+    variants = {"omni, passes off": {"disable_passes": ["attention_fusion"]}, "omni": {}}
+    for model in ("bert",) if arguments.quick else ("bert", "llama", "resnet"):
+        for state in ("cold", "warm"):
+            seconds: dict[str, list[float]] = {name: [] for name in ("inductor", *variants)}
+            with tempfile.TemporaryDirectory() as folder:
+                for _ in range(rounds):
+                    for name in seconds:
+                        seconds[name].append(_compile_once(arguments, model, name, variants, folder, state))
+            base = seconds["inductor"]
+            for name in variants:
+                ratio = statistics.median(a / b for a, b in zip(seconds[name], base, strict=True))
+                rows.append(
+                    [
+                        f"{model}, {state}, {name}",
+                        f"{statistics.median(base):.2f}",
+                        f"{statistics.median(seconds[name]):.2f}",
+                        f"{ratio:.3f}",
+                    ]
+                )
+    return rows
+
+
+def _compile_once(
+    arguments: argparse.Namespace, model: str, name: str, variants: dict[str, Any], folder: str, state: str
+) -> float:
+    # A tag of its own makes the graph caches cold; a folder of its own would make Inductor compile its headers, too.
+    tag = uuid.uuid4().hex
+    options = f", options={variants[name]!r}" if variants.get(name) else ""
+    program = COMPILE.format(
+        folder=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        model=model,
+        device=arguments.device,
+        backend=name.split(",")[0],
+        options=options,
+    )
+    runs = [_process(program, folder, tag)]
+    if state == "warm":
+        runs.append(_process(program, folder, tag))
+    return runs[-1]
+
+
+def _process(program: str, folder: str, tag: str) -> float:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCH_COMPILE_CACHE_KEY_TAG": tag}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    return float(json.loads(result.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser)
+    parser.add_argument("--only", choices=["calls", "compile"])
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    print(machine(arguments.device))
+    if arguments.only != "compile":
+        header = ["graph", "Inductor µs", "omni µs", "omni / Inductor", "Inductor / Inductor"]
+        print(markdown_table(header, bench_calls(arguments)))
+    if arguments.only != "calls":
+        header = ["compilation", "Inductor s", "omni s", "omni / Inductor"]
+        print(markdown_table(header, bench_compile(arguments)))
+    print(f"({time.perf_counter() - start:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What `scaled_dot_product_attention` really runs, and sizes and hints of fake tensors without guards."""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["concrete", "fused_kernel", "is_static", "known_equal", "known_shape", "without_guards"]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the names of the fused attention operators that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.name() if hasattr(func, "name") else str(func)
+        if "_scaled_dot_product_" in name and "_attention_math" not in name:
+            self.kernels.append(name.split("::")[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def fused_kernel(call: Callable[[], torch.Tensor]) -> str:
+    """The fused attention operator that `call` dispatches to, or an empty string if torch decomposes it (math path).
+
+    torch chooses between the kernels inside the call, by shapes, strides, dtypes and requires_grad, which fake
+    tensors have too; therefore the choice is observed and not predicted.
+
+    Args:
+        call: runs the attention on fake tensors, in the grad mode that the real call will have.
+    """
+    with FakeTensorMode(), _Recorder() as recorder:
+        call()
+    return recorder.kernels[0] if recorder.kernels else ""
+
+
+def concrete(value: Any) -> Any:
+    """A stand-in with the sizes seen at compile time, so that looking at it adds no guard; inside `fused_kernel`.
+
+    Raises:
+        ValueError: a size is not known (it depends on data).
+    """
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return _hint(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride = [_hint(n) for n in value.shape], [_hint(n) for n in value.stride()]
+    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def is_static(size: Any) -> bool:
+    """Whether a size is a number and no symbol."""
+    return isinstance(size, int)
+
+
+def known_equal(left: Any, right: Any) -> bool:
+    """Whether two sizes are equal for every input that the graph is valid for; adds no guard."""
+    return left is right or bool(statically_known_true(left == right))
+
+
+def known_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two fake tensors have the same shape for every input that the graph is valid for; adds no guard."""
+    return left.dim() == right.dim() and all(map(known_equal, left.shape, right.shape))
+
+
+@contextlib.contextmanager
+def without_guards(value: torch.Tensor) -> Generator[None]:
+    """Evaluate on fake tensors of the mode of `value` without adding guards on their symbolic sizes."""
+    mode = getattr(value, "fake_mode", None)
+    shape_env = getattr(mode, "shape_env", None)
+    with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
+        yield
+
+
+def _hint(value: Any) -> Any:
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return value
+    hint = value.node.hint
+    if hint is None:
+        raise ValueError(f"the size {value} is not known when the graph is compiled")
+    return hint

@@ -1,0 +1,346 @@
+"""The report model: what the events of a timeline add up to, as frozen dataclasses.
+
+The model holds facts and the few questions that every view asks of them; `omnicomp.audit.builder` makes it, and one
+module for each view (`summary`, `text`, `html`, `jsonform`) shows it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from omnicomp.timeline import Attempt, Cache, NearMiss, NodePlacement, Option, PassRun, Ran, Reason, Retreat, Rewrite
+
+__all__ = ["AUDIT_SCHEMA", "Audit", "Fallback", "GraphAudit", "PartAudit", "Sites", "SubgraphAudit"]
+
+AUDIT_SCHEMA: Final = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubgraphAudit:
+    """One subgraph, one override call inside a subgraph, or a graph that retreated as a whole.
+
+    Attributes:
+        id: for example `g0.forward.0`, `g0.forward.0/softmax_topk`, or `g0`.
+        graph: id of its Dynamo graph.
+        part: `forward`, `backward`, `inference`, or empty for a whole graph.
+        parent: id of the subgraph that an override call belongs to, or empty. Nodes, FLOPs and bytes of a parent
+            include those of its override calls.
+        planned: the lowering that placement chose; empty if no plan was recorded.
+        expected: `planned`, or the target of the last retreat that was recorded.
+        ran: the lowering that the executable attested when it last was called first; None if it never was called.
+        difference: how the first call that did not run as expected at that moment differs, or empty.
+        superseded: whether its whole graph retreated after it was planned, and it was not called since.
+        evidence: what was executed.
+        kernels: external kernels that the executable calls, with the number of call sites.
+        nodes: number of operators.
+        ops: count of each operator.
+        flops: floating-point operations of one call, as a SymPy expression.
+        flops_hint: the same for the sizes seen at compile time; -1 if unknown.
+        bytes: bytes of inputs and outputs, as a SymPy expression.
+        bytes_hint: the same for the sizes seen at compile time; -1 if unknown.
+        inputs: number of inputs.
+        outputs: number of outputs.
+        modules: module paths that its nodes come from.
+        sources: `file:line` that its nodes come from.
+        attempts: every try to build it, in order.
+        retreats: every move to another lowering, in order.
+        runs: every first call, in order.
+        share: its part of the work of the whole audit, override calls inside it not counted; None if superseded.
+    """
+
+    id: str
+    graph: str
+    part: str
+    parent: str = ""
+    planned: str = ""
+    expected: str = ""
+    ran: str | None = None
+    difference: str = ""
+    superseded: bool = False
+    evidence: str = ""
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    nodes: int = 0
+    ops: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    flops: str = "0"
+    flops_hint: int = 0
+    bytes: str = "0"
+    bytes_hint: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    modules: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    retreats: tuple[Retreat, ...] = ()
+    runs: tuple[Ran, ...] = ()
+    share: float | None = None
+
+    @property
+    def mismatch(self) -> bool:
+        """Whether a call ran on another lowering than planned, without a retreat that says why: an error."""
+        return bool(self.difference)
+
+    @property
+    def lowering(self) -> str:
+        """Where it is as far as anyone knows: what ran, else what is expected to run."""
+        return self.ran if self.ran is not None else self.expected
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all builds."""
+        return sum(attempt.seconds for attempt in self.attempts)
+
+    @property
+    def artefact(self) -> str:
+        """What the last successful build made, or empty."""
+        return next((a.artefact for a in reversed(self.attempts) if a.ok and a.artefact), "")
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why it is not where it might be: reasons of failed attempts and of retreats, each once."""
+        found = [a.reason for a in self.attempts if a.reason is not None] + [r.reason for r in self.retreats]
+        return tuple(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartAudit:
+    """What autograd made of a graph: `forward`, `backward` or `inference`.
+
+    Attributes:
+        name: `forward`, `backward`, `inference`, or empty for rows of the whole graph.
+        placement: number of operators by lowering.
+        declined: nodes that an earlier lowering of the policy refused, with the chain of reasons.
+        note: one sentence about the nodes that no rule singled out, or empty.
+        subgraphs: its rows, in the order of their ids.
+    """
+
+    name: str
+    placement: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    declined: tuple[NodePlacement, ...] = ()
+    note: str = ""
+    subgraphs: tuple[SubgraphAudit, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphAudit:
+    """One Dynamo graph.
+
+    Attributes:
+        id: for example `g0`.
+        compile_id: Dynamo's compile id, or empty.
+        function: qualified name of the compiled frame and `file:line`, or empty.
+        nodes: operators that Dynamo captured.
+        device: the device that it was compiled for.
+        mode: torch.compile's mode.
+        training: whether any input requires grad.
+        dynamic: whether any input has a symbolic size.
+        options: what the user passed.
+        versions: of torch and omnicomp.
+        ineffective: options whose effective value is not the requested one.
+        passes: passes that ran or were skipped, in order.
+        rewrites: places that passes rewrote.
+        near_misses: candidates that passes left alone.
+        parts: what autograd made of it.
+        attempts: tries to build the graph as a whole, or ids that no subgraph has.
+        retreats: from the passes, and of parts that were cut anew; a subgraph's own retreats are in its row.
+        caches: verdicts of the compile caches.
+    """
+
+    id: str
+    compile_id: str = ""
+    function: str = ""
+    nodes: int = 0
+    device: str = ""
+    mode: str = "default"
+    training: bool = False
+    dynamic: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    versions: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    ineffective: tuple[Option, ...] = ()
+    passes: tuple[PassRun, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    parts: tuple[PartAudit, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    retreats: tuple[Retreat, ...] = ()
+    caches: tuple[Cache, ...] = ()
+
+    @property
+    def subgraphs(self) -> Iterator[SubgraphAudit]:
+        """The rows of all parts."""
+        return (row for part in self.parts for row in part.subgraphs)
+
+    @property
+    def lowerings(self) -> tuple[str, ...]:
+        """The lowerings of the policy, in order; eager is always the last resort."""
+        asked = self.options.get("lowerings", ("override", "inductor", "eager"))
+        names = tuple(str(name) for name in asked) if isinstance(asked, (list, tuple)) else (str(asked),)
+        return names if "eager" in names else (*names, "eager")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sites:
+    """Attention sites: how many a pass fused, and which candidates it left alone."""
+
+    fused: tuple[Rewrite, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Fused sites and near misses together."""
+        return len(self.fused) + len(self.near_misses)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """Something that is on eager although the policy had an earlier lowering.
+
+    Attributes:
+        graph: id of the Dynamo graph.
+        part: `forward`, `backward`, `inference`, or empty for a whole graph.
+        subgraph: id of the subgraph, or empty for a node that was placed on eager.
+        node: name of the node, or empty for a subgraph.
+        op: the operator, or the operators of the subgraph, the most frequent first.
+        source: `file:line`, or empty.
+        module: module path, or empty.
+        ran: whether it was seen to run on eager; None for a node, whose subgraph says so.
+        reasons: why, one for each lowering that was asked before; empty if none was recorded.
+    """
+
+    graph: str
+    part: str
+    subgraph: str = ""
+    node: str = ""
+    op: str = ""
+    source: str = ""
+    module: str = ""
+    ran: bool | None = None
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Audit:
+    """What ran where, and why, for all graphs of a timeline.
+
+    Attributes:
+        graphs: the Dynamo graphs, in the order of capture.
+        events: number of events that it was made from.
+        share_basis: what `share` counts: `flops`, `nodes` where FLOPs are unknown or all zero, or `none`.
+    """
+
+    graphs: tuple[GraphAudit, ...] = ()
+    events: int = 0
+    share_basis: str = "none"
+
+    @property
+    def subgraphs(self) -> tuple[SubgraphAudit, ...]:
+        """The rows of all graphs."""
+        return tuple(row for graph in self.graphs for row in graph.subgraphs)
+
+    @property
+    def mismatches(self) -> tuple[SubgraphAudit, ...]:
+        """Rows that ran on another lowering than planned, without a retreat that says why."""
+        return tuple(row for row in self.subgraphs if row.mismatch)
+
+    @property
+    def retreats(self) -> tuple[Retreat, ...]:
+        """Every recorded move from one lowering to another."""
+        parts = [retreat for graph in self.graphs for retreat in graph.retreats]
+        return (*parts, *(retreat for row in self.subgraphs for retreat in row.retreats))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the work by lowering; the values add up to 1, or the mapping is empty."""
+        total: dict[str, float] = {}
+        for row in self.subgraphs:
+            if row.share is not None:
+                total[row.lowering] = total.get(row.lowering, 0.0) + row.share
+        return total
+
+    @property
+    def sites(self) -> Sites:
+        """The attention sites of all graphs."""
+        return Sites(
+            fused=tuple(r for g in self.graphs for r in g.rewrites if r.kind == "attention"),
+            near_misses=tuple(m for g in self.graphs for m in g.near_misses if m.kind == "attention"),
+        )
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """Everything that ran or is placed on eager though the policy had an earlier lowering."""
+        return tuple(fallback for graph in self.graphs for fallback in _fallbacks(graph))
+
+    def summary(self) -> str:
+        """One line: shares, attention, retreats, and whether what ran is what was planned."""
+        from omnicomp.audit.summary import summary
+
+        return summary(self)
+
+    def to_text(self) -> str:
+        """Plain text, 120 columns wide."""
+        from omnicomp.audit.text import to_text
+
+        return to_text(self)
+
+    def to_json(self) -> str:
+        """The JSON form that `docs/timeline.md` describes."""
+        from omnicomp.audit.jsonform import to_json
+
+        return to_json(self)
+
+    def to_html(self) -> str:
+        """One HTML file that needs nothing else."""
+        from omnicomp.audit.html import to_html
+
+        return to_html(self)
+
+    def stable(self) -> dict[str, Any]:
+        """The JSON form without what differs between two runs of one program: times, artefacts, cache verdicts."""
+        from omnicomp.audit.jsonform import stable
+
+        return stable(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from omnicomp.audit.text import renderables
+
+        yield from renderables(self)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+
+def _fallbacks(graph: GraphAudit) -> Iterator[Fallback]:
+    if graph.lowerings[0] == "eager":
+        return
+    for part in graph.parts:
+        nodes = [node for node in part.declined if node.lowering == "eager"]
+        for node in nodes:
+            yield Fallback(
+                graph=graph.id,
+                part=part.name,
+                node=node.node,
+                op=node.op,
+                source=node.source,
+                module=node.module,
+                reasons=node.chain,
+            )
+        for row in part.subgraphs:
+            if row.lowering != "eager" or row.superseded:
+                continue
+            # The nodes above are the reason for a subgraph that was planned on eager; it adds nothing to them.
+            if row.planned == "eager" and nodes and not row.reasons:
+                continue
+            yield Fallback(
+                graph=graph.id,
+                part=part.name,
+                subgraph=row.id,
+                op=", ".join(sorted(row.ops, key=lambda op: (-row.ops[op], op))),
+                source=row.sources[0] if row.sources else "",
+                module=row.modules[0] if row.modules else "",
+                ran=row.ran == "eager",
+                reasons=row.reasons,
+            )

@@ -1,0 +1,130 @@
+"""The command line: `omnicomp run`, `omnicomp audit`, `omnicomp doctor`.
+
+Exit status: 0 if all is well, 1 if the user's program failed or something needed is missing, 2 for bad input. A
+program that ends itself keeps its own status.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from omnicomp.errors import OmnicompError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Say what torch.compile's backend omni ran where, and why.",
+)
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one sentence."""
+    try:
+        app(prog_name="omnicomp")
+    except OmnicompError as error:
+        print(f"omnicomp: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+class _RunCommand(TyperCommand):
+    """`-m module` ends the options, as it does for Python: what follows belongs to the module."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with_value = {"--audit", "--timeline", "--option", "--mode"}
+        index = 0
+        while index < len(args) and args[index].startswith("-") and args[index] != "--":
+            if args[index] == "-m":
+                args = [*args[: index + 2], "--", *args[index + 2 :]]
+                break
+            index += 2 if args[index] in with_value else 1
+        return super().parse_args(ctx, args)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import omnicomp
+
+        print(f"omnicomp {omnicomp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Say what torch.compile's backend omni ran where, and why."""
+
+
+@app.command(
+    "run",
+    cls=_RunCommand,
+    context_settings={"allow_interspersed_args": False},
+    help="Run a program with torch.compile sent to omni.",
+)
+def run_command(
+    program: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its own arguments.")
+    ] = None,
+    module: Annotated[str | None, typer.Option("-m", help="Run a module instead, as python -m does.")] = None,
+    audit: Annotated[Path | None, typer.Option(help="Write the audit to a .html, .json or .txt file.")] = None,
+    timeline: Annotated[
+        str | None, typer.Option(help="Write the events to a JSON Lines file (%p pid, %r rank).")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of omni or Inductor.")
+    ] = None,
+    mode: Annotated[str | None, typer.Option(help="torch.compile's mode for every call.")] = None,
+) -> None:
+    """Run a program with torch.compile sent to omni."""
+    from omnicomp.cli.run import Program, parse_options, run
+
+    words = list(program or [])
+    if module is None and not words:
+        raise OmnicompError("run needs a script, or -m and a module; see omnicomp run --help")
+    chosen = Program(
+        target=words[0] if module is None else module,
+        module=module is not None,
+        arguments=tuple(words[1:] if module is None else words),
+    )
+    code = run(chosen, audit_path=audit, timeline=timeline, mode=mode, options=parse_options(option or []))
+    raise typer.Exit(code)
+
+
+@app.command("audit", help="Make an audit from a timeline file.")
+def audit_command(
+    timeline: Annotated[Path, typer.Argument(help="A JSON Lines timeline.")],
+    format: Annotated[str | None, typer.Option(help="text, json, html or summary; text if not told.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+) -> None:
+    """Make an audit from a timeline file."""
+    from omnicomp.audit import audit
+    from omnicomp.cli.views import format_of, render, write
+
+    chosen = format or (format_of(output) if output is not None else "text")
+    text = render(audit(timeline), chosen)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write(output, text)
+
+
+@app.command("doctor", help="Check what omni needs on this machine.")
+def doctor_command(
+    device: Annotated[str | None, typer.Option(help="Check this device only; it must be there.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check what omni needs on this machine."""
+    from omnicomp.cli.doctor import examine, to_json, to_text
+
+    found = examine(device)
+    sys.stdout.write(to_json(found) if json else to_text(found))
+    raise typer.Exit(1 if any(check.status == "missing" for check in found) else 0)

@@ -1,0 +1,312 @@
+"""`omnicomp doctor`: what omni needs on this machine, one line a check, each with what to do."""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import omnicomp
+from omnicomp._torch import registrations
+from omnicomp._torch.inductor import cache_dir
+from omnicomp.devices import Device, device_names, get_device, load_errors
+from omnicomp.errors import DeviceError
+from omnicomp.timeline.sinks import ENVIRONMENT_VARIABLE, expand
+
+__all__ = ["Check", "examine", "to_json", "to_text"]
+
+OLDEST_TORCH: Final = (2, 11)
+OLDEST_PYTHON: Final = (3, 10)
+_BACKENDS: Final = "torch_dynamo_backends"
+_ENGINES: Final = "omnicomp.engines"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was checked.
+        status: `ok`, `note` (works, but the reader may want to know) or `missing` (needed, and not there).
+        found: what was found.
+        todo: what to do, or empty.
+    """
+
+    name: str
+    status: str
+    found: str
+    todo: str = ""
+
+
+def examine(device: str | None = None) -> list[Check]:
+    """Run all checks.
+
+    Args:
+        device: check this device only, and require it; None checks every device that omnicomp knows.
+
+    Raises:
+        DeviceError: omnicomp knows no such device.
+    """
+    names = device_names()
+    if device is not None and device.split(":", 1)[0] not in names:
+        get_device(device)  # raises, and says what is known
+    chosen = names if device is None else (device.split(":", 1)[0],)
+    checks: list[Callable[[], Iterator[Check]]] = [_python, _torch, _omnicomp, _entry_point]
+    checks += [_device_check(name, required=device is not None) for name in chosen]
+    checks += [_device_plugins, lambda: _triton(chosen), lambda: _compiler(chosen)]
+    checks += [_overrides, _engines, _cache, _timeline, _clash]
+    return [check for run in checks for check in run()]
+
+
+def to_text(checks: list[Check]) -> str:
+    """One line a check, and one on what to do where there is something to do."""
+    width = max(len(check.name) for check in checks)
+    lines: list[str] = []
+    for check in checks:
+        lines.append(f"{check.status:<8}{check.name:<{width}}  {check.found}")
+        if check.todo:
+            lines.append(f"{'':<8}{'':<{width}}  -> {check.todo}")
+    return "\n".join(lines) + "\n"
+
+
+def to_json(checks: list[Check]) -> str:
+    """`{"schema": 1, "ok": bool, "checks": [{"name", "status", "found", "todo"}, ...]}`."""
+    ok = all(check.status != "missing" for check in checks)
+    return json.dumps({"schema": 1, "ok": ok, "checks": [dataclasses.asdict(c) for c in checks]}, indent=2) + "\n"
+
+
+def _python() -> Iterator[Check]:
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        yield Check(name="python", status="missing", found=found, todo="use Python 3.10 or newer")
+    else:
+        yield Check(name="python", status="ok", found=found)
+
+
+def _torch() -> Iterator[Check]:
+    parts = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if parts < OLDEST_TORCH:
+        yield Check(name="torch", status="missing", found=torch.__version__, todo="install torch 2.11 or newer")
+    else:
+        yield Check(name="torch", status="ok", found=torch.__version__)
+
+
+def _omnicomp() -> Iterator[Check]:
+    version = omnicomp.__version__
+    where = Path(omnicomp.__file__).parent
+    if version == "checkout":
+        todo = "install it with pip install -e ."
+        yield Check(name="omnicomp", status="note", found=f"not installed, run from {where}", todo=todo)
+    else:
+        yield Check(name="omnicomp", status="ok", found=f"{version} ({where})")
+
+
+def _entry_point() -> Iterator[Check]:
+    name = 'backend "omni"'
+    entries = list(importlib.metadata.entry_points(group=_BACKENDS, name="omni"))
+    ours = [entry for entry in entries if entry.value == "omnicomp.backend:omni"]
+    others = sorted({entry.value for entry in entries} - {entry.value for entry in ours})
+    if not ours:
+        found = f"the entry point omni of {_BACKENDS} is {', '.join(others) if others else 'not there'}"
+        yield Check(name=name, status="missing", found=found, todo="install omnicomp with pip install -e .")
+        return
+    try:
+        ours[0].load()
+    except Exception as error:  # noqa: BLE001 - that it can't be loaded is the answer
+        found = f"{ours[0].value} can't be loaded ({type(error).__name__}: {_first_line(error)})"
+        yield Check(name=name, status="missing", found=found, todo="install omnicomp's dependencies again")
+        return
+    if others:
+        todo = "uninstall the other package: torch takes whichever it sees first"
+        yield Check(name=name, status="note", found=f"also claimed by {', '.join(others)}", todo=todo)
+    else:
+        yield Check(name=name, status="ok", found=f"entry point resolves to {ours[0].value}")
+
+
+def _device_check(name: str, *, required: bool) -> Callable[[], Iterator[Check]]:
+    def check() -> Iterator[Check]:
+        label = f"device {name}"
+        try:
+            device = get_device(name)
+        except DeviceError as error:
+            reason = str(error).split(": ", 1)[-1]
+            yield Check(name=label, status="missing" if required else "note", found="not available", todo=reason)
+            return
+        yield Check(name=label, status="ok", found=_capabilities(device))
+        yield _registered(device)
+
+    return check
+
+
+def _capabilities(device: Device) -> str:
+    can = device.capabilities()
+    fast = ", ".join(str(dtype).removeprefix("torch.") for dtype in can.fast_dtypes)
+    return "; ".join(
+        [
+            f"{can.device_count} x {can.name}" if can.name else str(can.device_count),
+            f"fast dtypes: {fast or 'none beside float32'}",
+            f"attention kernels: {', '.join(can.attention_kernels) or 'none'}",
+            f"triton: {'yes' if can.triton else 'no'}",
+            f"graph mode: {'yes' if can.graph_mode else 'no'}",
+            f"lowerings: {', '.join(device.lowerings)}",
+        ]
+    )
+
+
+def _registered(device: Device) -> Check:
+    label = f"inductor on {device.type}"
+    found = registrations.inductor_registrations(device.type)
+    absent = [name for name, value in found.items() if not value]
+    text = ", ".join(f"{name} {value.rsplit('.', 1)[-1]}" for name, value in found.items() if value)
+    if not absent:
+        return Check(name=label, status="ok", found=text)
+    needed = device.capabilities().inductor
+    todo = "register the device with Inductor, or leave inductor out of its lowerings" if needed else ""
+    missing = f"without {', '.join(absent)}" + (f" ({text})" if text else "")
+    return Check(name=label, status="missing" if needed else "note", found=missing, todo=todo)
+
+
+def _device_plugins() -> Iterator[Check]:
+    for name, reason in load_errors().items():
+        todo = "repair or uninstall the package that declares it"
+        yield Check(name=f"device plug-in {name}", status="note", found=f"can't be loaded: {reason}", todo=todo)
+
+
+def _uses(names: tuple[str, ...], *, triton: bool) -> bool:
+    """Whether an available device of `names` is compiled for by Triton, or by C++."""
+    for name in names:
+        try:
+            can = get_device(name).capabilities()
+        except DeviceError:
+            continue
+        if can.inductor and (triton == (name != "cpu")):
+            return True
+    return False
+
+
+def _triton(names: tuple[str, ...]) -> Iterator[Check]:
+    needed = _uses(names, triton=True)
+    if importlib.util.find_spec("triton") is None:
+        todo = "install triton, the version that this torch asks for" if needed else "only needed for GPUs"
+        yield Check(name="triton", status="missing" if needed else "note", found="not installed", todo=todo)
+        return
+    try:
+        triton = importlib.import_module("triton")
+    except Exception as error:  # noqa: BLE001 - that it can't be imported is the answer
+        found = f"can't be imported ({type(error).__name__}: {_first_line(error)})"
+        todo = "install triton, the version that this torch asks for"
+        yield Check(name="triton", status="missing" if needed else "note", found=found, todo=todo)
+        return
+    yield Check(name="triton", status="ok", found=str(triton.__version__))
+
+
+def _compiler(names: tuple[str, ...]) -> Iterator[Check]:
+    needed = _uses(names, triton=False)
+    bad = "missing" if needed else "note"
+    todo = "install g++ or clang, or name a compiler in the environment variable CXX"
+    compiler = registrations.cpp_compiler()
+    if not compiler:
+        yield Check(name="C++ compiler", status=bad, found="none found", todo=todo)
+        return
+    try:
+        result = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Check(name="C++ compiler", status=bad, found=f"{compiler} does not run ({error})", todo=todo)
+        return
+    where = shutil.which(compiler) or compiler
+    yield Check(name="C++ compiler", status="ok", found=f"{result.stdout.splitlines()[0]} ({where})")
+
+
+def _overrides() -> Iterator[Check]:
+    from omnicomp.lowerings.overrides.registry import registered
+
+    found = registered()
+    if not found:
+        yield Check(name="overrides", status="note", found="none registered", todo="")
+    for item in found:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in item.dtypes) or "any dtype"
+        where = f"{', '.join(item.devices) or 'any device'}; {dtypes}"
+        yield Check(name=f"override {item.name}", status="ok", found=f"{where}; {item.doc}".rstrip("; "))
+
+
+def _engines() -> Iterator[Check]:
+    names = sorted(entry.name for entry in importlib.metadata.entry_points(group=_ENGINES))
+    yield Check(name="engines", status="ok" if names else "note", found=", ".join(names) or "none installed")
+
+
+def _cache() -> Iterator[Check]:
+    folder = Path(cache_dir())
+    problem = _unwritable(folder / "omnicomp-doctor")
+    if problem:
+        todo = "name a writable folder in TORCHINDUCTOR_CACHE_DIR"
+        yield Check(name="cache", status="missing", found=f"{folder} can't be written ({problem})", todo=todo)
+    else:
+        yield Check(name="cache", status="ok", found=f"{folder}, {_size(folder) / 2**20:.1f} MiB")
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except FileNotFoundError:
+                continue  # another process cleans up; what is gone has no size
+    return total
+
+
+def _timeline() -> Iterator[Check]:
+    pattern = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if not pattern:
+        yield Check(name="timeline", status="ok", found=f"{ENVIRONMENT_VARIABLE} is not set; events stay in memory")
+        return
+    path = expand(pattern)
+    problem = _unwritable(path)
+    if problem:
+        found = f"{ENVIRONMENT_VARIABLE}={pattern} can't be written ({problem})"
+        yield Check(name="timeline", status="missing", found=found, todo="name a writable path")
+    else:
+        yield Check(name="timeline", status="ok", found=f"{ENVIRONMENT_VARIABLE}={pattern}")
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file can't be written, or empty; leaves no new file behind."""
+    new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _clash() -> Iterator[Check]:
+    """A checkout's root has links `passes` and `lowerings`; imported by those names they are second copies."""
+    package = Path(omnicomp.__file__).resolve().parent
+    for name in ("passes", "lowerings"):
+        spec: Any = importlib.util.find_spec(name)
+        places = list(spec.submodule_search_locations or []) if spec is not None else []
+        if any(Path(place).resolve() == package / name for place in places):
+            yield Check(
+                name=f"module {name}",
+                status="note",
+                found=f"import {name} would load a second copy of omnicomp.{name} from {places[0]}",
+                todo=f"import omnicomp.{name} instead, or leave the checkout's root out of sys.path",
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,1 @@
+"""What the tests, the benches and the examples share; needs the extra `test` or `bench`."""

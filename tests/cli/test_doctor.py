@@ -1,0 +1,132 @@
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnicomp._torch import registrations
+from omnicomp.cli import doctor
+from omnicomp.cli.doctor import Check, examine
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_cpu(omnicomp: Command) -> None:
+    code, out, err = omnicomp("doctor", "--device", "cpu", "--json")
+    data = json.loads(out)
+    checks = {check["name"]: check for check in data["checks"]}
+    assert err == ""
+    assert code == (0 if data["ok"] else 1)
+    assert checks["device cpu"]["status"] == "ok"
+    assert "attention kernels: flash" in checks["device cpu"]["found"]
+    assert checks["inductor on cpu"]["status"] == "ok"
+    assert checks["torch"]["found"] == torch.__version__
+    assert checks["engines"]["found"] == "none installed"
+    assert "device cuda" not in checks
+
+
+def test_text_has_one_line_a_check(omnicomp: Command) -> None:
+    _, out, _ = omnicomp("doctor")
+    lines = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert all(line.split()[0] in ("ok", "note", "missing") for line in lines)
+    assert all("->" in line for line in out.splitlines() if line.startswith(" "))
+
+
+def test_an_unknown_device_is_one_sentence(omnicomp: Command) -> None:
+    code, out, err = omnicomp("doctor", "--device", "cdua")
+    assert (code, out) == (2, "")
+    assert err == "omnicomp: error: unknown device 'cdua'; did you mean \"cuda\"?\n"
+
+
+def test_a_device_that_is_not_there_is_missing_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert by_name(examine())["device cuda"].status == "note"
+    check = by_name(examine("cuda"))["device cuda"]
+    assert check.status == "missing"
+    assert check.todo
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registrations, "cpp_compiler", lambda: "")
+    assert by_name(examine("cpu"))["C++ compiler"].status == "missing"
+    monkeypatch.setattr(registrations, "cpp_compiler", lambda: "no-such-compiler")
+    check = by_name(examine("cpu"))["C++ compiler"]
+    assert check.status == "missing"
+    assert "does not run" in check.found
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registrations, "cpp_compiler", lambda: "false")
+    assert by_name(examine("cpu"))["C++ compiler"].status == "missing"
+
+
+def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    assert by_name(examine("cpu"))["torch"].status == "missing"
+
+
+def test_an_unwritable_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, omnicomp: Command) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OMNICOMP_TIMELINE", str(tmp_path / "file" / "t.jsonl"))
+    code, out, _ = omnicomp("doctor", "--device", "cpu")
+    assert code == 1
+    assert "missing timeline" in out
+    monkeypatch.setenv("OMNICOMP_TIMELINE", str(tmp_path / "t-%p.jsonl"))
+    assert by_name(examine("cpu"))["timeline"].status == "ok"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_unwritable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(doctor, "cache_dir", lambda: str(tmp_path / "file" / "cache"))
+    assert by_name(examine("cpu"))["cache"].status == "missing"
+
+
+def test_a_second_package_that_claims_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("omni", "other:omni", "torch_dynamo_backends")
+    original = importlib.metadata.entry_points
+
+    def claimed(**params: str) -> list[importlib.metadata.EntryPoint]:
+        found = list(original(**params))
+        return [*found, entry] if params.get("group") == "torch_dynamo_backends" else found
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", claimed)
+    check = by_name(examine("cpu"))['backend "omni"']
+    assert check.status == "note"
+    assert "other:omni" in check.found
+
+
+def test_a_second_copy_of_the_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import omnicomp
+
+    (tmp_path / "passes").symlink_to(Path(omnicomp.__file__).parent / "passes")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    checks = by_name(list(doctor._clash()))
+    assert list(checks) == ["module passes"]
+    monkeypatch.setattr(sys, "path", [])
+    assert list(doctor._clash()) == []
+
+
+def test_what_inductor_knows_of_devices() -> None:
+    found = registrations.inductor_registrations("cpu")
+    assert list(found) == ["scheduling", "wrapper", "op overrides", "interface"]
+    assert all(found.values())
+    assert not any(registrations.inductor_registrations("no_such_device").values())
+
+
+def test_backends() -> None:
+    assert "inductor" in registrations.backend_names()
+    assert registrations.default_backend() == "inductor"
+
+
+def test_python_m() -> None:
+    result = subprocess.run([sys.executable, "-m", "omnicomp", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("omnicomp ")

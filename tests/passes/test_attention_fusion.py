@@ -1,0 +1,682 @@
+"""The attention pass against eager: on Dynamo's own graphs, run as they are or through AOTAutograd, never compiled."""
+
+import math
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch._dynamo.backends.debugging import aot_eager
+
+from omnicomp.devices import get_device
+from omnicomp.options import Policy
+from omnicomp.passes.attention_fusion import AttentionFusion
+from omnicomp.passes.base import PassContext, run_pipeline
+from omnicomp.timeline import NearMiss, PassRun, Rewrite, Timeline
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Backend:
+    """Runs the pass on Dynamo's graph, and then the graph in eager or, for gradients, through AOTAutograd."""
+
+    def __init__(self, *, training=False, policy=None):
+        self.training, self.policy = training, policy or Policy(verify=True)
+        self.timeline, self.graphs = Timeline(), []
+
+    def __call__(self, module, inputs):
+        context = PassContext(
+            graph_id=f"g{len(self.graphs)}",
+            device=get_device("cpu"),
+            policy=self.policy,
+            timeline=self.timeline,
+            training=self.training,
+        )
+        run_pipeline((AttentionFusion(),), module, context)
+        self.graphs.append(module)
+        return aot_eager(module, inputs) if self.training else module.forward
+
+    def of(self, kind):
+        return [event for event in self.timeline.events() if isinstance(event, kind)]
+
+    def reasons(self):
+        return [event.reason for event in self.of(NearMiss)]
+
+    def attentions(self):
+        modules = [m for g in self.graphs for m in g.modules() if isinstance(m, torch.fx.GraphModule)]
+        target = F.scaled_dot_product_attention
+        return [n for m in modules for n in m.graph.nodes if n.target is target]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, backend, **options):
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def inputs(dtype=torch.float32, *, batch=2, heads=4, queries=6, keys=8, size=16):
+    q = torch.randn(batch, heads, queries, size, dtype=dtype)
+    k, v = (torch.randn(batch, heads, keys, size, dtype=dtype) for _ in range(2))
+    return q, k, v, torch.randn(batch, 1, queries, keys, dtype=dtype)
+
+
+def fuse(function, *arguments, **options):
+    """Compile, check the value against eager and float64, and return the backend."""
+    backend = Backend()
+    result = compiled(function, backend, **options)(*arguments)
+    eager = function(*arguments)
+    exact = function(*(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments))
+    assert result.dtype == eager.dtype
+    assert result.stride() == eager.stride()
+    if eager.dtype == torch.float32:
+        torch.testing.assert_close(result, eager)
+    else:
+        bound = max((eager.double() - exact).abs().max(), torch.finfo(eager.dtype).eps)
+        assert (result.double() - exact).abs().max() <= bound
+    return backend
+
+
+def plain(q, k, v, m):
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.size(-1)) + m, -1) @ v
+
+
+def spell_functions(q, k, v, m):
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.25 + m
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, p=0.1, training=False), v).transpose(1, 2).contiguous()
+
+
+def spell_methods(q, k, v, m):
+    scores = q.matmul(k.permute(0, 1, 3, 2)).mul(0.5).add(m)
+    return scores.softmax(dim=-1).matmul(v).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+
+def spell_in_place(q, k, v, m):
+    scores = q @ k.mT
+    scores *= 0.5
+    scores /= 2.0
+    scores += m
+    return F.softmax(scores, -1) @ v
+
+
+def spell_in_place_methods(q, k, v, m):
+    scores = q @ k.mT
+    scores.mul_(0.5)
+    scores.add_(m)
+    scores = scores.div_(1.0)
+    return F.softmax(scores, -1) @ v
+
+
+def spell_module(q, k, v, m):
+    weights = torch.nn.Softmax(dim=-1)(m + (q * 0.5) @ (k / 2.0).swapaxes(-2, -1))
+    return torch.nn.Dropout(0.0)(weights).type_as(v).contiguous() @ v
+
+
+def spell_upcast(q, k, v, m):
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * torch.tensor(0.25)
+    return torch.softmax(scores.float() + m, -1).to(v.dtype) @ v
+
+
+def spell_subtracted(q, k, v, m):
+    return (0.25 * (q @ k.mT) - m - m).softmax(3) @ v
+
+
+def spell_stored_transposed(q, k, v, m):
+    stored = k.transpose(-1, -2).contiguous()
+    return (q @ stored + m).softmax(-1) @ v
+
+
+def spell_constant(q, k, v, m):
+    scores = q @ k.mT / torch.full([], 4.0, dtype=q.dtype)
+    return ((scores / torch.sqrt(torch.tensor(4.0))) + m).softmax(-1) @ v
+
+
+def spell_3d(q, k, v, m):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.25 + m[0, 0], dim=2), v)
+
+
+def spell_baddbmm(q, k, v, m):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    bias = m.expand(-1, 4, -1, -1).flatten(0, 1)
+    return torch.baddbmm(bias, q, k.mT, beta=1, alpha=0.25).softmax(-1).bmm(v)
+
+
+def spell_filled(q, k, v, m):
+    scores = (q @ k.mT * 0.25).masked_fill(m > 1, torch.finfo(q.dtype).min)
+    return scores.softmax(-1) @ v
+
+
+def spell_where(q, k, v, m):
+    scores = torch.where(m <= 1, q @ k.mT * 0.25, torch.finfo(q.dtype).min) + m
+    return scores.softmax(-1) @ v
+
+
+def spell_temperature(q, k, v, m):
+    heads = m[0, 0, 0, :4].exp().view(4, 1, 1)
+    return (q @ k.mT * heads / m[0, 0, 0, 0].exp() + m).softmax(-1) @ v
+
+
+def spell_square(q, k, v, m):
+    return torch.softmax(v @ v.mT, -1) @ v
+
+
+SPELLINGS = [value for name, value in list(globals().items()) if name.startswith("spell_")]
+
+
+HALF = [plain, spell_functions, spell_upcast, spell_constant, spell_3d, spell_where, spell_temperature]
+CASES = [*((f, torch.float32) for f in [plain, *SPELLINGS]), *((f, torch.bfloat16) for f in HALF), (plain, torch.half)]
+
+
+@pytest.mark.parametrize(("function", "dtype"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_spellings_are_fused_and_equal(function, dtype):
+    backend = fuse(function, *inputs(dtype))
+    assert backend.reasons() == []
+    (rewrite,) = backend.of(Rewrite)
+    assert (rewrite.kind, rewrite.target) == ("attention", "scaled_dot_product_attention")
+    assert FLASH in rewrite.detail
+    assert "test_attention_fusion.py:" in rewrite.source
+    (run,) = backend.of(PassRun)
+    assert run.modified
+    assert run.rewrites == 1
+    # Nothing of the old attention is left behind.
+    names = {n.name for n in backend.graphs[0].graph.nodes if not n.users and n.op != "output"}
+    assert not [n for n in names if "log_api_usage" not in n]
+    assert not [n for n in backend.graphs[0].graph.nodes if "softmax" in n.name]
+
+
+def test_everything_read_is_reported():
+    backend = fuse(lambda q, k, v, m: torch.softmax(2 * (q @ (k * 0.25).mT) + m, -1) @ v, *inputs())
+    (rewrite,) = backend.of(Rewrite)
+    assert rewrite.detail == f"scale=0.5, mask=l_m_, heads 4/4, kernel={FLASH}"
+    (node,) = backend.attentions()
+    assert node.kwargs["scale"] == 0.5
+    assert isinstance(node.meta["example_value"], torch.Tensor)
+    assert "stack_trace" in node.meta
+
+
+def test_scale_is_explicit_where_there_is_none():
+    backend = fuse(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *inputs()[:3])
+    assert backend.attentions()[0].kwargs == {"scale": 1.0}
+
+
+def repeat_heads(x, n):
+    b, kv, s, d = x.shape
+    return x[:, :, None, :, :].expand(b, kv, n, s, d).reshape(b, kv * n, s, d)
+
+
+def repeat_unsqueezed(x, n):
+    return x.unsqueeze(2).expand(-1, -1, n, -1, -1).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        repeat_heads,
+        repeat_unsqueezed,
+        lambda x, n: x.repeat_interleave(n, dim=1),
+        lambda x, n: torch.repeat_interleave(x, n, 1),
+        lambda x, n: x[:, :1],
+    ],
+    ids=["expand", "unsqueeze", "method", "function", "shared"],
+)
+def test_repeated_heads_are_grouped(repeat):
+    q, k, v, m = inputs()
+    backend = fuse(lambda q, k, v, m: plain(q, repeat(k, 2), repeat(v, 2), m), q, k[:, :2], v[:, :2], m)
+    assert backend.attentions()[0].kwargs["enable_gqa"] is True
+    assert backend.attentions()[0].args[1].meta["example_value"].shape[1] <= 2
+
+
+def test_heads_repeated_otherwise_are_not_grouped():
+    q, k, v, m = inputs()
+    # `repeat` puts the copies in another order than grouped heads have them; and only the keys are repeated here.
+    backend = fuse(lambda q, k, v, m: plain(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), m), q, k[:, :2], v[:, :2], m)
+    assert "enable_gqa" not in backend.attentions()[0].kwargs
+    torch._dynamo.reset()
+    backend = fuse(lambda q, k, v, m: plain(q, k, v.repeat_interleave(2, 1), m), q, k, v[:, :2], m)
+    assert "enable_gqa" not in backend.attentions()[0].kwargs
+    torch._dynamo.reset()
+    backend = fuse(plain, q, k[:, :1], v, m)
+    assert "enable_gqa" not in backend.attentions()[0].kwargs
+
+
+@pytest.mark.parametrize("shape", [(8,), (6, 8), (1, 8), (4, 1, 8), (1, 4, 6, 8), (2, 1, 1, 8), (2, 4, 6, 1)], ids=str)
+def test_masks_of_any_shape(shape):
+    q, k, v, _ = inputs()
+    assert len(fuse(plain, q, k, v, torch.randn(shape)).of(Rewrite)) == 1
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float16])
+def test_masks_of_narrower_dtypes_are_cast(mask_dtype):
+    q, k, v, m = inputs()
+    backend = fuse(plain, q, k, v, (m > 0).to(mask_dtype))
+    assert backend.attentions()[0].kwargs["attn_mask"].meta["example_value"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_rows_masked_as_a_whole_are_uniform_as_in_eager(dtype, mask_dtype, training):
+    q, k, v, _ = inputs(dtype)
+    mask = torch.zeros(2, 1, 6, 8, dtype=mask_dtype)
+    mask[0, :, :3] = torch.finfo(mask_dtype).min
+    mask[1, :, 3, 2:] = torch.finfo(mask_dtype).min
+    q.requires_grad_(training)
+
+    def function(q, k, v, m):
+        return torch.softmax(q @ k.mT * 0.25 + m, -1).to(v.dtype) @ v
+
+    backend = Backend(training=training)
+    result = compiled(function, backend)(q, k, v, mask)
+    assert len(backend.of(Rewrite)) == 1
+    torch.testing.assert_close(result, function(q, k, v, mask), rtol=0, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        result[0, :, :3].float(), v[0].float().mean(1, keepdim=True).expand(4, 3, 16), rtol=0, atol=2e-2
+    )
+
+
+def test_wide_mask_stays_finite_under_autocast():
+    q, k, v, _ = inputs()
+    mask = torch.zeros(2, 1, 6, 8)
+    mask[0] = torch.finfo(torch.float32).min
+
+    def function(q, k, v, m):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.softmax(torch.matmul(q, k.mT) * 0.25 + m, -1) @ v
+
+    backend = Backend()
+    result = compiled(function, backend)(q, k, v, mask)
+    assert len(backend.of(Rewrite)) == 1
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result, function(q, k, v, mask), rtol=0, atol=3e-2)
+
+
+def code(backend):
+    (reason,) = backend.reasons()
+    assert backend.of(Rewrite) == []
+    assert not backend.of(PassRun)[0].modified
+    assert reason.by == "attention_fusion"
+    assert reason.sentence
+    assert reason.observed
+    assert reason.needed
+    assert reason.lever
+    assert "test_attention_fusion.py:" in reason.source
+    return reason.code
+
+
+def returns_weights(q, k, v, m):
+    weights = torch.softmax(q @ k.mT + m, -1)
+    return (weights @ v) + weights.sum()
+
+
+def softcapped(q, k, v, m):
+    return torch.softmax(torch.tanh(q @ k.mT / 50) * 50 + m, -1) @ v
+
+
+def renormalised(q, k, v, m):
+    return (torch.softmax(q @ k.mT + m, -1) * m.exp()) @ v
+
+
+def scaled_late(q, k, v, m):
+    return torch.softmax((q @ k.mT + m) * 0.5, -1) @ v
+
+
+def changed_between(q, k, v, m):
+    scores = q @ k.mT
+    weights = torch.softmax(scores + m, -1)
+    v = v.clone()
+    m = m.clone()
+    m.mul_(2)
+    return weights @ v + m.sum()
+
+
+def written_elsewhere(q, k, v, m):
+    m = m.expand(2, 4, 6, 8).clone()
+    m += q @ k.mT
+    return m.softmax(-1) @ v
+
+
+def number_added(q, k, v, m):
+    return (q @ k.mT + 1e-3).softmax(-1) @ v
+
+
+def batch_broadcast(q, k, v, m):
+    return (q @ k[:1].mT + m).softmax(-1) @ v
+
+
+def einsum(q, k, v, m):
+    return torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        returns_weights,
+        softcapped,
+        renormalised,
+        scaled_late,
+        changed_between,
+        written_elsewhere,
+        number_added,
+        batch_broadcast,
+        einsum,
+    ],
+)
+def test_what_is_not_understood_is_left_alone_and_reported(function):
+    assert code(fuse(function, *inputs())) == "match_ended"
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e4])
+def test_fills_that_are_no_addition_are_left_alone(fill):
+    backend = fuse(lambda q, k, v, m: (q @ k.mT).masked_fill(m > 1, fill).softmax(-1) @ v, *inputs())
+    assert code(backend) == "not_equal"
+    assert "finfo" in backend.reasons()[0].lever
+
+
+def test_mask_too_wide_for_float16_is_left_alone():
+    q, k, v, m = inputs(torch.float16)
+    assert code(fuse(lambda q, k, v, m: (q @ k.mT + m).softmax(-1).to(v.dtype) @ v, q, k, v, m.float())) == "not_equal"
+
+
+def test_other_head_size_of_values_is_not_profitable():
+    q, k, v, m = inputs()
+    backend = fuse(plain, q, k, v[..., :8].contiguous(), m)
+    assert code(backend) == "not_profitable"
+    assert "head sizes 16 and 8" in backend.reasons()[0].observed
+
+
+def test_active_dropout_is_left_alone_on_the_cpu():
+    function = lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v  # noqa: E731
+    for patches, expected in (({}, "not_profitable"), ({"fallback_random": True}, "not_equal")):
+        torch._dynamo.reset()
+        backend = Backend(policy=Policy(inductor=patches))
+        compiled(function, backend)(*inputs()[:3])
+        assert code(backend) == expected
+
+
+def test_mask_that_requires_grad_is_not_profitable():
+    q, k, v, m = inputs()
+    backend = Backend(training=True)
+    compiled(plain, backend)(q, k, v, m.requires_grad_())
+    assert code(backend) == "not_profitable"
+    assert "requires grad" in backend.reasons()[0].observed
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: torch.softmax(F.linear(x, w), -1),
+        lambda x, w: torch.softmax(x @ w.mT, -1) @ w,
+        lambda x, w: torch.softmax(x, -1).bmm(x.mT),
+        lambda x, w: torch.softmax(x @ x.mT, 1) @ x,
+    ],
+    ids=["head", "router", "pooling", "over queries"],
+)
+def test_a_softmax_that_is_no_attention_is_not_reported(function):
+    backend = fuse(function, torch.randn(2, 6, 8), torch.randn(5, 8))
+    assert backend.of(Rewrite) == []
+    assert backend.of(NearMiss) == []
+    assert backend.of(PassRun)[0].applied
+    assert not backend.of(PassRun)[0].modified
+
+
+def test_graphs_without_softmax_are_not_visited():
+    backend = fuse(lambda x: x @ x.mT, torch.randn(2, 6, 8))
+    assert not backend.of(PassRun)[0].applied
+
+
+def test_sites_are_independent():
+    def function(q, k, v, m):
+        return plain(plain(q, k, v, m), k, v, m) + returns_weights(q, k, v, m)
+
+    backend = fuse(function, *inputs())
+    assert len(backend.of(Rewrite)) == 2
+    assert len(backend.reasons()) == 1
+
+
+def split_heads(x, heads=4):
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda o: o,
+        lambda o: o.transpose(1, 2),
+        lambda o: o * 2,
+        lambda o: o.view(2, -1),
+        lambda o: o.transpose(1, 2).contiguous().view(2, 6, -1),
+        lambda o: o.transpose(1, 2).reshape(2, 6, -1).sin(),
+        lambda o: o.add_(1),
+    ],
+    ids=["itself", "transposed", "pointwise", "view", "contiguous", "reshape", "in place"],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_layouts_are_those_of_eager(finish, training):
+    x = torch.randn(2, 6, 32, requires_grad=training)
+    mask = torch.zeros(2, 1, 1, 6)
+    mask[0, ..., 4:] = torch.finfo(torch.float32).min
+
+    def function(x):
+        heads = split_heads(x)
+        return finish(plain(heads, heads.sin(), heads.cos(), mask))
+
+    backend = Backend(training=training)
+    eager = function(x)
+    result = compiled(function, backend)(x)
+    assert len(backend.of(Rewrite)) == 1
+    assert result.stride() == eager.stride()
+    torch.testing.assert_close(result, eager)
+    if training:
+        expected, got = (torch.autograd.grad(o.square().sum(), x)[0] for o in (eager, result))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_copy_where_the_layout_is_hidden():
+    x = torch.randn(2, 6, 32)
+
+    def function(x):
+        heads = split_heads(x)
+        out = ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).contiguous()
+        return out.view(2, 6, -1)
+
+    backend = fuse(function, x)
+    contiguous = [n for n in backend.graphs[0].graph.nodes if "contiguous" in str(n.target)]
+    assert len(contiguous) == 1
+    transposed = contiguous[0].args[0].meta["example_value"]
+    assert transposed.is_contiguous()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        self.scaling = 8**-0.5
+
+    def forward(self, x, mask):
+        q, k, v = (split_heads(part) for part in self.project(x).chunk(3, -1))
+        scores = torch.matmul(q, k.transpose(2, 3)) * self.scaling + mask
+        out = torch.matmul(F.softmax(scores, dim=-1), v).transpose(1, 2)
+        return self.out(out.reshape(x.shape[0], x.shape[1], 32))
+
+
+def padding(batch, length):
+    mask = torch.zeros(batch, 1, 1, length)
+    mask[0, ..., length // 2 :] = torch.finfo(torch.float32).min
+    return mask
+
+
+def gradients(module, output):
+    return torch.autograd.grad(output.square().sum(), list(module.parameters()))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
+def test_gradients_equal_eager(checkpointed):
+    layer = Layer()
+
+    def function(x, mask):
+        if checkpointed:
+            return torch.utils.checkpoint.checkpoint(layer, x, mask, use_reentrant=False)
+        return layer(x, mask)
+
+    x, mask = torch.randn(2, 6, 32), padding(2, 6)
+    backend = Backend(training=True)
+    result = compiled(function, backend)(x, mask)
+    assert len(backend.of(Rewrite)) == 1
+    assert (len(list(backend.graphs[0].modules())) > 1) == checkpointed
+    eager = layer(x, mask)
+    torch.testing.assert_close(result, eager)
+    for got, expected in zip(gradients(layer, result), gradients(layer, eager), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_rows_masked_as_a_whole_are_not_multiplied():
+    q, k, v, _ = inputs()
+    v.requires_grad_()
+    mask = torch.zeros(2, 1, 6, 8)
+    mask[0, :, :3] = torch.finfo(torch.float32).min
+    backend = Backend(training=True)
+    result = compiled(plain, backend)(q, k, v, mask)
+    assert len(backend.of(Rewrite)) == 1
+    expected, got = (torch.autograd.grad(o.square().sum(), v)[0] for o in (plain(q, k, v, mask), result))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def guards(backend):
+    """The guards on symbolic sizes that the pass could have added."""
+    envs = {
+        v.fake_mode.shape_env
+        for g in backend.graphs
+        for n in g.graph.nodes
+        if hasattr(v := n.meta.get("example_value"), "fake_mode")
+    }
+    return sorted(str(guard.expr) for env in envs for guard in env.guards)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_dynamic_sizes_add_no_guards_and_no_recompiles(training):
+    layer, found = Layer(), []
+    for policy in (Policy(), Policy(disable_passes=("attention_fusion",))):
+        torch._dynamo.reset()
+        backend = Backend(training=training, policy=policy)
+        with torch.set_grad_enabled(training):
+            function = compiled(layer, backend, dynamic=True)
+            for batch, length in ((2, 6), (3, 9), (5, 16)):
+                x, mask = torch.randn(batch, length, 32), padding(batch, length)
+                torch.testing.assert_close(function(x, mask), layer(x, mask))
+        found.append((len(backend.graphs), guards(backend)))
+        assert len(backend.of(Rewrite)) == (not policy.disable_passes)
+    assert found[0] == found[1]
+    assert found[0][0] == 1
+
+
+def test_marked_dynamic_length():
+    q, k, v, m = inputs(queries=8)
+    backend = Backend()
+    for x, dim in ((q, 2), (k, 2), (v, 2), (m, 2), (m, 3)):
+        torch._dynamo.mark_dynamic(x, dim)
+    function = compiled(plain, backend)
+    torch.testing.assert_close(function(q, k, v, m), plain(q, k, v, m))
+    longer = inputs(queries=12, keys=12)
+    torch.testing.assert_close(function(*longer), plain(*longer))
+    assert len(backend.graphs) == len(backend.of(Rewrite)) == 1
+
+
+def test_nodes_without_fake_values_are_left_alone():
+    graph = torch.fx.Graph()
+    q = graph.placeholder("q")
+    graph.output(graph.call_function(torch.matmul, (graph.call_function(torch.softmax, (q, -1)), q)))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    context = PassContext(graph_id="g0", device=get_device("cpu"), policy=Policy(), timeline=Timeline(), training=False)
+    assert not run_pipeline((AttentionFusion(),), module, context)
+
+
+def small(**more):
+    return {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "attn_implementation": "eager",
+        "use_cache": False,
+        **more,
+    }
+
+
+def model(name):
+    """A small model with random weights and its inputs, padded on the side that the model is padded on."""
+    import transformers as tf
+
+    ids, mask = torch.randint(3, 90, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    padded = {"input_ids": ids, "attention_mask": mask}
+    if name == "bert":
+        return tf.BertModel(tf.BertConfig(**small()), add_pooling_layer=False), padded
+    if name == "llama":
+        padded["attention_mask"] = mask.flip(1)
+        return tf.LlamaModel(tf.LlamaConfig(**small(num_key_value_heads=2))), padded
+    if name == "vit":
+        config = tf.ViTConfig(**small(image_size=16, patch_size=4))
+        return tf.ViTModel(config, add_pooling_layer=False), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0}
+    return tf.T5Model(tf.T5Config(**small(**sizes))), {**padded, "decoder_input_ids": ids[:, :5]}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("name", "sites"), [("bert", 2), ("llama", 2), ("vit", 2), ("t5", 6)])
+def test_models_in_inference(name, sites):
+    module, arguments = model(name)
+    module.eval()
+    backend = Backend()
+    with torch.no_grad():
+        expected = module(**arguments).last_hidden_state
+        result = torch.compile(module, backend=backend)(**arguments).last_hidden_state
+    assert len(backend.of(Rewrite)) == sites
+    assert backend.reasons() == []
+    assert all(event.module and event.source for event in backend.of(Rewrite))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    grouped = {n.kwargs.get("enable_gqa", False) for n in backend.attentions()}
+    assert grouped == {name == "llama"}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("name", "sites", "left", "checkpointed"),
+    [("bert", 2, 0, False), ("llama", 2, 0, True), ("vit", 2, 0, False), ("t5", 2, 4, False)],
+)
+def test_models_in_training(name, sites, left, checkpointed):
+    module, arguments = model(name)
+    module.train()
+    if checkpointed:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = Backend(training=True)
+    result = torch.compile(module, backend=backend)(**arguments).last_hidden_state
+    assert len(backend.of(Rewrite)) == sites
+    # T5's bias is learned: torch's fused kernel for the CPU has no gradient for it. Its cross-attention has none.
+    assert [reason.code for reason in backend.reasons()] == ["not_profitable"] * left
+    expected = module(**arguments).last_hidden_state
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    seen = arguments["attention_mask"][..., None] if name in ("bert", "llama") else 1
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    losses = ((output * seen).square().mean() for output in (expected, result))
+    eager, fused = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in losses)
+    for want, got in zip(eager, fused, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)

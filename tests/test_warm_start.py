@@ -1,0 +1,83 @@
+"""A second process, started warm from the caches, tells the same story as the first."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import json, sys, torch, omnicomp
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).softmax(-1)
+
+torch.manual_seed(0)
+model = Model()
+compiled = torch.compile(model, backend=sys.argv[1])
+loss = compiled(torch.randn(4, 8)).square().sum()
+loss.backward()
+with torch.no_grad():
+    compiled(torch.randn(4, 8))
+counters = dict(torch._dynamo.utils.counters["aot_autograd"])
+print(json.dumps({
+    "loss": float(loss),
+    "hits": counters.get("autograd_cache_hit", 0),
+    "misses": counters.get("autograd_cache_miss", 0),
+    "stable": omnicomp.audit().stable(),
+    "levels": omnicomp.timeline.backend_timeline(),
+    "ran": sorted(e.subgraph for e in omnicomp.timeline.events() if e.type == "ran"),
+    "hit_events": sum(e.type == "cache" and e.verdict == "hit" for e in omnicomp.timeline.events()),
+}))
+"""
+
+
+def run(program: Path, tag: str, backend: str = "omni") -> dict[str, Any]:
+    """Run the program in a process of its own.
+
+    A fresh tag makes the caches cold as a fresh folder would, without compiling Inductor's C++ headers again.
+    """
+    environment = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": tag}
+    result = subprocess.run(
+        [sys.executable, str(program), backend], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.inductor
+def test_a_warm_start_shows_the_audit_of_the_cold_one(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    tag = uuid.uuid4().hex
+    cold, warm = run(program, tag), run(program, tag)
+    assert (cold["hits"], cold["misses"]) == (0, 2)
+    assert (warm["hits"], warm["misses"]) == (2, 0), "AOTAutograd's cache skipped our callbacks"
+    assert warm["hit_events"] == 3, "forward and backward of one graph, inference of the other"
+    assert warm["stable"] == cold["stable"]
+    assert warm["levels"] == cold["levels"]
+    assert warm["ran"] == cold["ran"] == ["g0.backward.0", "g0.forward.0", "g1.inference.0"]
+    assert warm["loss"] == cold["loss"]
+
+
+@pytest.mark.inductor
+def test_artefacts_of_inductor_and_of_omni_are_never_taken_for_each_other(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    tag = uuid.uuid4().hex
+    run(program, tag, "inductor")
+    ours = run(program, tag)
+    assert (ours["hits"], ours["misses"]) == (0, 2)
+    theirs = run(program, tag, "inductor")
+    assert (theirs["hits"], theirs["misses"]) == (2, 0)
+    assert theirs["ran"] == []
