@@ -73,7 +73,7 @@ def measure(case: Case, arguments: argparse.Namespace, *, training: bool) -> Row
             errors[backend] = float((candidates[backend]().double() - reference).norm() / reference.norm())
         if backend == "omni":
             sites = omnicomp.audit().sites
-            seen = {"fused": sites.fused, "missed": len(sites.near_misses)}
+            seen = {"fused": len(sites.fused), "missed": len(sites.near_misses)}
     peaks = {name: _peak(function, arguments.device) for name, function in candidates.items()}
     rounds = arguments.rounds or (5 if arguments.quick else 11)
     times = interleave(

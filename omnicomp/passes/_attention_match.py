@@ -143,7 +143,7 @@ def _in_place_steps(node: Node, user: Node) -> list[Node]:
         # `scores.add_(mask)` as a statement: the next operation reads `scores` again.
         unnamed = mutates(other) and not other.users and bool(other.args) and other.args[0] is node and other < user
         if not unnamed:
-            raise _shared(node, other)
+            raise _also_used(node, other)
     return sorted(others, reverse=True)
 
 
@@ -259,11 +259,11 @@ def _check_shapes(site: Site) -> None:
             seen = f"{left.dim()}-D x {right.dim()}-D"
             raise _ended(node, "the product is not of two tensors with batch and heads", "3-D or 4-D operands", seen)
         heads = left.dim() - 3
-        shared = left.dim() == 4 and known_equal(right.shape[1], 1)
+        single = left.dim() == 4 and known_equal(right.shape[1], 1)
         equal = all(
             known_equal(left.shape[i], right.shape[i]) for i in range(left.dim() - 2) if i != heads or not heads
         )
-        if not equal or not (shared or known_equal(left.shape[heads], right.shape[heads])):
+        if not equal or not (single or known_equal(left.shape[heads], right.shape[heads])):
             seen = f"{list(left.shape)} x {list(right.shape)}"
             raise _ended(node, "the product broadcasts over the batch or the heads", "equal batch and heads", seen)
     if not known_shape(_fake(site.scores), _fake(site.softmax)):
@@ -280,8 +280,8 @@ def _peel(site: Site) -> None:
         key, site.key_is_transposed = _peel_operand(site, key.args[0]), False
     site.key = key
     heads = _fake(site.query).shape[1]
-    site.key_repeat = _shared_head(site.key, heads) or (None if site.key_is_transposed else _repeat(site.key))
-    site.value_repeat = _shared_head(site.value, heads) or _repeat(site.value)
+    site.key_repeat = _single_head(site.key, heads) or (None if site.key_is_transposed else _repeat(site.key))
+    site.value_repeat = _single_head(site.value, heads) or _repeat(site.value)
 
 
 def _peel_operand(site: Site, node: Node) -> Node:
@@ -301,7 +301,7 @@ def _peel_operand(site: Site, node: Node) -> Node:
     return node
 
 
-def _shared_head(node: Node, heads: Any) -> Repeat | None:
+def _single_head(node: Node, heads: Any) -> Repeat | None:
     """Read the broadcast of a single head by the product itself."""
     fake = _fake(node)
     if fake.dim() != 4 or not is_static(heads) or heads == 1 or not known_equal(fake.shape[1], 1):
@@ -382,7 +382,7 @@ def _only_user(node: Node) -> Node:
     users = [u for u in node.users if not is_shape_only(u)]
     if len(users) != 1:
         other = next((u for u in users if kind(u) not in PRODUCTS), users[-1] if users else node)
-        raise _shared(node, other)
+        raise _also_used(node, other)
     return users[0]
 
 
@@ -393,7 +393,7 @@ def _fake(node: Node) -> torch.Tensor:
     return fake
 
 
-def _shared(node: Node, other: Node) -> MatchEnded:
+def _also_used(node: Node, other: Node) -> MatchEnded:
     returned = other.op == "output"
     use = "returned" if returned else f"also used by {other.name}"
     return MatchEnded(

@@ -1,7 +1,7 @@
 """Hand-written attention becomes `scaled_dot_product_attention`, where that really runs a fused kernel.
 
 The plain forms are read: queries times keys, scaled, masked, softmax over keys, inactive (or fusable) dropout, times
-values, with heads repeated or shared. Everything else that looks like attention is left alone and reported.
+values, with heads repeated or broadcast. Everything else that looks like attention is left alone and reported.
 
 Rows of an added float mask in which no key is left may differ, where eager's result has no meaning: if the whole row
 is -inf, it is NaN in eager and may be zero afterwards; if it is the most negative number, the row is the
@@ -287,7 +287,7 @@ def _check_masks(site: Site) -> None:
 
 
 def _from_numbers(node: Any) -> bool:
-    """Whether a mask is made from numbers by `where`, so that rounding it to another dtype loses nothing that matters."""
+    """Whether a mask is made from numbers by `where`, so that another dtype holds it as well."""
     while kind(node) in (*_VIEWS, "to"):
         node = node.args[0]
     numbers = node.args[1:] if kind(node) == "where" else ()

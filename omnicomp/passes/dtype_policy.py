@@ -10,7 +10,9 @@ one. Later lowered operators read the first, also through views of it, all other
 away. A value is therefore never cast back and forth between two lowered operators.
 
 A user should know that a result above 65504 becomes infinite in float16, and that small gradients vanish in it, as they
-do under `torch.autocast`: train with a gradient scaler.
+do under `torch.autocast`: train with a gradient scaler. On an accelerator, a row that a float attention mask masks
+throughout with a finite number attends to everything in float16, as -65504 does not swallow the scores: use a boolean
+mask.
 """
 
 import itertools
@@ -58,6 +60,7 @@ _MODULES: Final = frozenset(
 
 _CAST: Final = torch.ops.aten.to.dtype  # an OpOverload: differentiable, and known to AOTAutograd's cache as safe
 # Devices whose attention kernels take a float32 mask with half-precision operands: a bias in it keeps all its bits.
+# Not CUDA: cuDNN's kernel takes one and reads it wrongly (seen with torch 2.11 on Hopper).
 _WIDE_MASKS: Final = frozenset(("cpu",))
 _WIDE_INTEGERS: Final = frozenset((torch.int16, torch.int32, torch.int64))
 
@@ -123,7 +126,7 @@ class _Rewriting:
         self.casts: dict[tuple[Node, bool], Node] = {}  # float32 value, is it a mask -> its cast in the current scope
         self.current = 0
         self.changed = _changed_storages(module)
-        self.unshared: set[Node] = set()
+        self.written: set[Node] = set()
         self.orphans: dict[Node, None] = {}  # nodes that may have lost their users
         self._read_scopes()
 
@@ -138,7 +141,7 @@ class _Rewriting:
         low = self._copy(node, args, kwargs, before=node)
         wide = insert_call(node, _CAST, (low, torch.float32))
         if self._is_changed(node):
-            self.unshared.add(wide)
+            self.written.add(wide)
         else:
             self.results[wide] = low
         self.orphans[wide] = None
@@ -221,7 +224,7 @@ class _Rewriting:
 
     def _is_changed(self, node: Node) -> bool:
         """Whether the graph changes the value, or a view of it, in place."""
-        return node in self.unshared or not self.changed.isdisjoint(_storages(node))
+        return node in self.written or not self.changed.isdisjoint(_storages(node))
 
     def _read_scopes(self) -> None:
         opened: list[Node] = []

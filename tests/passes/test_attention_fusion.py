@@ -225,7 +225,7 @@ def repeat_unsqueezed(x, n):
         lambda x, n: torch.repeat_interleave(x, n, 1),
         lambda x, n: x[:, :1],
     ],
-    ids=["expand", "unsqueeze", "method", "function", "shared"],
+    ids=["expand", "unsqueeze", "method", "function", "single"],
 )
 def test_repeated_heads_are_grouped(repeat):
     q, k, v, m = inputs()

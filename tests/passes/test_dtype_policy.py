@@ -445,7 +445,7 @@ def test_attention_mask_on_cuda(policy, fill):
     operands = masked_operands(fill, "cuda")
     fn, _ = compiled(masked_attention, policy, device=get_device("cuda"))
     actual, expected = fn(*operands), masked_attention(*operands)
-    if policy == "fp16":
+    if policy == "fp16":  # see the test above for that row
         actual[1, :, 2] = expected[1, :, 2] = 0
     assert error(actual, expected) < BOUND[policy]
 
