@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import sympy
 import torch
@@ -25,6 +25,14 @@ _FREE_OPS = frozenset(
     {"getitem", "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "alias", "slice"}
     | {"select", "as_strided", "detach", "sym_size", "split", "split_with_sizes", "unbind", "_unsafe_view", "empty"}
 )
+
+# The flop counter has no entry for the CPU's fused attention, which takes the arguments of the GPU's.
+_SAME_FLOPS: Final[dict[str, Any]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,7 @@ def _node_flops(node: Node, hints: dict[sympy.Symbol, int]) -> sympy.Expr | None
     if short in _FREE_OPS:
         return None
     value = fake_value(node)
-    formula = flop_registry.get(name)
+    formula = flop_registry.get(_SAME_FLOPS.get(str(name), name))
     if formula is not None:
         flops = _formula(formula, node, value, hints)
         if flops is not None:

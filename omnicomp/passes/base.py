@@ -153,6 +153,7 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext) -> bool:
         rewrites=context.rewrites[item.name],
         seconds=time.perf_counter() - start,
         node_diff={op: n for op, n in sorted(diff.items()) if n},
+        note="" if applied else "nothing to do for this graph, device and policy",
     )
     return modified
 
