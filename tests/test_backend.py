@@ -210,6 +210,11 @@ def test_eight_threads_and_two_models() -> None:
     models = [Small().eval(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()]
     compiled = [torch.compile(model, backend="omni", options=EAGER) for model in models]
     failures: list[str] = []
+    if torch.__version__ < (2, 13):
+        # There a thread that calls while another one compiles is taken for symbolic tracing, under any backend.
+        for model in compiled:
+            with torch.no_grad():
+                model(torch.randn(4, 8))
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -69,7 +69,7 @@ def test_a_missing_compiler_is_not_bisected() -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     nodes, tried = chain(8), []
-    verdict = find_failing(nodes, InvalidCxxCompiler("nowhere"), builder(set(), nodes, tried), Budget(9))
+    verdict = find_failing(nodes, InvalidCxxCompiler(), builder(set(), nodes, tried), Budget(9))
     assert set(verdict.cut) == {node.name for node in nodes}
     assert tried == []
     assert all("install a C++ compiler" in reason.lever for reason in verdict.cut.values())

@@ -1,5 +1,7 @@
 """Inductor's pattern matcher: the search for an override's reference in a post-autograd graph."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ def build_pattern(
     replace: Callable[..., Any],
     example: Sequence[Any],
     scalars: Mapping[str, int | float],
-    check: Callable[[Match], bool],
+    check: Callable[[Match, dict[str, Any]], bool],
 ) -> Callable[[torch.fx.Graph], int]:
     """Trace `search` and `replace` to ATen (with Inductor's decompositions) and return a function that rewrites graphs.
 
@@ -23,14 +25,28 @@ def build_pattern(
         replace: what it becomes, with the same parameters.
         example: tensors for the parameters that are tensors, in order.
         scalars: a value for each parameter that is a number; it must occur nowhere else in the traced pattern.
-        check: asked for every match, whose `kwargs` hold the nodes and numbers by parameter name.
+        check: asked for every match, with the nodes and numbers that were matched, by parameter name.
 
     Returns:
         A function from a graph to the number of places that it rewrote.
     """
     matcher: Any = PatternMatcherPass(pass_name="omnicomp_override")
+    names = tuple(inspect.signature(search).parameters)
+    traced_with: list[tuple[Any, ...]] = [()]
+
+    @functools.wraps(search)
+    def traced(*args: Any) -> Any:
+        traced_with[0] = args
+        return search(*args)
+
+    def extra_check(match: Match) -> bool:
+        # Before it asks, the matcher traces `search` again for the match. Up to torch 2.12 the numbers of that trace
+        # are not among the match's arguments, so they are taken from the trace.
+        values = {name: match.kwargs.get(name, value) for name, value in zip(names, traced_with[0], strict=True)}
+        return check(match, values)
+
     with torch.no_grad():
         register_replacement(
-            search, replace, list(example), fwd_only, matcher, extra_check=check, scalar_workaround=dict(scalars)
+            traced, replace, list(example), fwd_only, matcher, extra_check=extra_check, scalar_workaround=dict(scalars)
         )
     return matcher.apply

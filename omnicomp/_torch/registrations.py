@@ -9,6 +9,7 @@ from torch._dynamo.device_interface import get_interface_for_device
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._inductor.codegen.common import (
+    device_op_overrides_dict,
     get_device_op_overrides,
     get_scheduling_for_device,
     get_wrapper_codegen_for_device,
@@ -37,6 +38,8 @@ def inductor_registrations(device: str) -> dict[str, str]:
         overrides: Any = type(get_device_op_overrides(device))
     except KeyError:
         overrides = None  # torch's table has no entry for the device: that is the answer
+    if device not in device_op_overrides_dict:
+        overrides = None  # torch 2.11 answers with the CPU's for a device that it does not know
     try:
         interface: Any = get_interface_for_device(device)
     except NotImplementedError:

@@ -296,13 +296,11 @@ def _replace_pattern(item: Override, module: GraphModule, refused: list[NodePlac
         _active.refused, _active.origins = None, {}
 
 
-def _accepts(item: Override, match: Match) -> bool:
-    assert item.reference is not None
-    values = [fake_value(match.kwargs[p]) for p in inspect.signature(item.reference).parameters]
-    reason = item.refusal(*values)
+def _accepts(item: Override, match: Match, values: dict[str, Any]) -> bool:
+    reason = item.refusal(*(fake_value(value) for value in values.values()))
     anchor = next(n for n in reversed(match.nodes) if n.op == "call_function" and n.target is not operator.getitem)
     if reason is None:
-        first = next(iter(match.kwargs.values()))
+        first = next(iter(values.values()))
         _active.origins[first] = {k: anchor.meta[k] for k in ("stack_trace", "nn_module_stack") if k in anchor.meta}
         return True
     refused: list[NodePlacement] | None = getattr(_active, "refused", None)

@@ -299,8 +299,8 @@ def fake(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
         ((4, 1024, 8), 8, "cpu"),
         ((512, 64), 8, "cpu"),
         ((32, 1024), 32, "cpu"),
-        ((1, 64), 8, "cuda"),
-        ((3, 7, 2), 2, "cuda"),
+        ((65536, 64), 8, "cuda"),
+        ((8, 2048, 256), 2, "cuda"),
     ],
 )
 def test_check_takes(shape: tuple[int, ...], k: int, device: str) -> None:
@@ -316,7 +316,8 @@ def test_check_takes(shape: tuple[int, ...], k: int, device: str) -> None:
         (fake(64), 2, "1 dimensions", "at least 2"),
         (torch.randn(4096, 64, requires_grad=True), 2, "requires_grad=True", "logits that need no gradient"),
         (fake(65536, 7), 2, "n=7", "a fixed n with 8 <= n <= 1024"),
-        (fake(65536, 1, device="cuda"), 1, "n=1", "a fixed n with 2 <= n <= 1024"),
+        (fake(65536, 63, device="cuda"), 1, "n=63", "a fixed n with 64 <= n <= 1024"),
+        (fake(65535, 64, device="cuda"), 1, "65535 rows of n=64", "at least 65536 rows"),
         (fake(4096, 1025), 2, "n=1025", "a fixed n with 8 <= n <= 1024"),
         (fake(4096, 64), 0, "k=0", "a fixed k with 1 <= k <= 32"),
         (fake(4096, 64), 33, "k=33", "a fixed k with 1 <= k <= 32"),
