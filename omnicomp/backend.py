@@ -20,7 +20,7 @@ from omnicomp import passes
 from omnicomp._torch import aot, dynamo, inductor
 from omnicomp._torch.fx import copy_module
 from omnicomp.devices import Device, get_device, primary_device
-from omnicomp.errors import OmnicompError, PassError
+from omnicomp.errors import OmnicompError
 from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
 from omnicomp.ladder import build_part
 from omnicomp.localize import first_line
@@ -32,7 +32,7 @@ from omnicomp.options import Policy, parse
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.records import distinct, replay
-from omnicomp.timeline import Attempt, Cache, Capture, Option, Ran, Reason, Retreat, attach, current
+from omnicomp.timeline import Attempt, Cache, Capture, Option, Ran, Reason, Retreat, Timeline, attach, current
 
 __all__ = ["omni", "reset"]
 
@@ -171,8 +171,10 @@ def _record_freezing(graph: _Graph) -> None:
 
 def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
     """Run the pipeline; a pass that raises costs its rewrites, not the user's program."""
+    # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
+    reported = Timeline()
     context = PassContext(
-        graph_id=graph.id, device=graph.device, policy=graph.policy, timeline=current(), training=graph.training
+        graph_id=graph.id, device=graph.device, policy=graph.policy, timeline=reported, training=graph.training
     )
     kept = copy_module(gm)
     try:
@@ -180,7 +182,7 @@ def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
     except dynamo.CONTROL_FLOW:
         raise
     except Exception as error:
-        if graph.policy.on_error == "raise" or isinstance(error, PassError):
+        if graph.policy.on_error == "raise":
             raise
         current().append(
             Retreat(
@@ -198,6 +200,8 @@ def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
             )
         )
         return kept
+    for event in reported:
+        current().append(event)
     return gm
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import omnicomp
-from omnicomp.timeline import Attempt, Capture, Option, Placement, Ran, Retreat, Subgraph, current
+from omnicomp.timeline import Attempt, Capture, Option, Placement, Ran, Retreat, Rewrite, Subgraph, current
 
 EAGER = {"lowerings": ["eager"]}
 
@@ -196,6 +196,7 @@ def test_a_pass_that_raises_costs_its_rewrites_only(monkeypatch: pytest.MonkeyPa
         def run(self, module: Any, context: Any) -> Any:
             node = next(node for node in module.graph.nodes if node.op == "call_function")
             node.target = torch.cos
+            context.rewrite(self.name, "trigonometry", node, target="cos")
             raise KeyError("half way through")
 
     monkeypatch.setattr("omnicomp.passes.PIPELINE", (Broken(),))
@@ -204,6 +205,7 @@ def test_a_pass_that_raises_costs_its_rewrites_only(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(compiled(x), x.sin() + 1)
     (retreat,) = events(Retreat)
     assert "half way through" in retreat.reason.sentence
+    assert events(Rewrite) == [], "what was undone is not reported as done"
 
 
 def test_eight_threads_and_two_models() -> None:

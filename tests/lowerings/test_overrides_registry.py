@@ -86,7 +86,8 @@ def test_a_refusal_names_what_was_seen_and_needed() -> None:
     (declined,) = events(Placement)[0].declined
     (reason,) = declined.chain
     assert (reason.code, reason.by) == ("override_refused", NAME)
-    assert "torch.float32" in reason.observed and "torch.float64" in reason.needed
+    assert "torch.float32" in reason.observed
+    assert "torch.float64" in reason.needed
     assert reason.source.startswith(__file__)
 
 
@@ -126,7 +127,8 @@ def test_an_override_stays_inside_inductors_graph() -> None:
     assert any(NAME in kernel for kernel in ran["inference.0"].kernels)
     by_module = {e["module"].partition(".")[2]: e for e in omnicomp.timeline.backend_timeline()}
     levels = {a["level"]: a for a in by_module[f"inference.0/{NAME}"]["attempts"]}
-    assert levels["kernel_override"]["selected"] and not levels["compile"]["selected"]
+    assert levels["kernel_override"]["selected"]
+    assert not levels["compile"]["selected"]
 
 
 @pytest.mark.inductor

@@ -27,10 +27,11 @@ SOURCE_FILES: Final[tuple[Path, ...]] = tuple(
 )
 """The files whose content decides what the operator computes; it belongs into the key of every compile cache."""
 
-# Calling a Python operator costs about ten microseconds more than the two calls that it replaces, whatever the size, and
-# launching Triton from it another thirty. The kernels are ahead of that from this many logits on, for every k; on the
-# CPU, rows shorter than a vector are padded, and lose. Measured with bench/bench_softmax_topk.py (CUDA on one H200: 0.6
-# times as fast as Inductor up to 4096 rows of 256, where both only wait for the host; 2.5 to 4.3 times at 65536 rows of 64 and more; 0.97 times at 65536 rows of 8).
+# Calling a Python operator costs about ten microseconds more than the two calls that it replaces, whatever the size,
+# and launching Triton from it another thirty. The kernels are ahead of that from this many logits on, for every k; on
+# the CPU, rows shorter than a vector are padded, and lose. Measured with bench/bench_softmax_topk.py. On one H200 the
+# override is 0.6 times as fast as Inductor up to 4096 rows of 256, where both only wait for the host, 0.97 times at
+# 65536 rows of 8, and 2.5 to 4.3 times at 65536 rows of 64 and more.
 _CPU_MIN_LOGITS: Final = 32768
 _CPU_MIN_N: Final = 8
 _CUDA_MIN_LOGITS: Final = 4_194_304
