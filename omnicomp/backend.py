@@ -209,16 +209,15 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
     """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed."""
 
     def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        name = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        name = inductor.part_name(kwargs)
         with inductor.cache_tag(graph.digest):
             built = build_part(part, part_inputs, graph.context(name, kwargs))
         if name == "backward":
             notify(graph.id, graph.policy)
         return built
 
-    def restored(compiled: Any, record: str | None, is_backward: bool) -> None:
-        name = "backward" if is_backward else "forward" if graph.training else "inference"
-        replay(record, graph.context(name, {}), compiled)
+    def restored(compiled: Any, record: str | None, part: str) -> None:
+        replay(record, graph.context(part, {}), compiled)
 
     if "inductor" not in graph.policy.lowerings or "inductor" not in graph.device.lowerings:
         return aot.compile_graph(gm, inputs, inner_compile)

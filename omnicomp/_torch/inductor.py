@@ -50,6 +50,7 @@ __all__ = [
     "modes",
     "no_cudagraphs",
     "on_artefact_loaded",
+    "part_name",
     "reset_cudagraphs",
     "subgraph_context",
 ]
@@ -140,7 +141,7 @@ def _observer_paused() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, bool], None]) -> Generator[None]:
+def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, str], None]) -> Generator[None]:
     """Call back for each compiled graph that AOTAutograd's cache restores inside the block.
 
     A hit of that cache never reaches our inner compile; the restored graph's `post_compile` is the one place that it
@@ -148,8 +149,8 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, bool], N
     other compilations out of it.
 
     Args:
-        callback: gets the graph, the record that `compile_part` stored in it (None if there is none), and whether it
-            is a backward graph.
+        callback: gets the graph, the record that `compile_part` stored in it (None if there is none), and the part
+            that it is: `forward`, `backward` or `inference`.
     """
     original = CompiledFxGraph.post_compile
 
@@ -157,10 +158,15 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, bool], N
         original(self, *args, **kwargs)
         if not getattr(_paused, "value", False):
             fx_kwargs: Mapping[str, Any] = self.fx_kwargs or {}
-            callback(self, fx_kwargs.get(_ARTEFACT_KEY), bool(fx_kwargs.get("is_backward")))
+            callback(self, fx_kwargs.get(_ARTEFACT_KEY), part_name(fx_kwargs))
 
     with mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
         yield
+
+
+def part_name(kwargs: Mapping[str, Any]) -> str:
+    """Which part `compile_fx` asked its inner compile for: `forward`, `backward` or `inference`."""
+    return "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
 
 
 def artefact_key(compiled: Any) -> str:
