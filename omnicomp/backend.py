@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from omnicomp import passes
 from omnicomp._torch import aot, dynamo, inductor
 from omnicomp._torch.fx import copy_module
+from omnicomp.costs import known_sizes
 from omnicomp.devices import Device, get_device, primary_device
 from omnicomp.errors import OmnicompError
 from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
@@ -64,8 +65,8 @@ def omni(
         raise dynamo.user_error(error) from None
     with dynamo.compile_lock:
         graph = _capture(gm, example_inputs, policy, options)
-        untouched = copy_module(gm)
         gm = _run_passes(gm, graph)
+        kept = copy_module(gm)
         try:
             compiled = _compile(gm, example_inputs, graph)
         except dynamo.CONTROL_FLOW:
@@ -73,7 +74,7 @@ def omni(
         except Exception as error:
             if policy.on_error == "raise":
                 raise
-            compiled = _retreat_to_eager(untouched, graph, error)
+            compiled = _retreat_to_eager(kept, graph, error)
         notify(graph.id, policy)
         return compiled
 
@@ -97,6 +98,7 @@ class _Graph:
     digest: str
     modules: tuple[str, ...]
     sources: tuple[str, ...]
+    sizes: dict[str, int]
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
         """What the lowerings may know about one part."""
@@ -110,6 +112,7 @@ class _Graph:
             digest=self.digest,
             modules=self.modules,
             sources=self.sources,
+            sizes=self.sizes,
         )
 
 
@@ -132,6 +135,7 @@ def _capture(gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Ma
         digest=_digest(policy, device),
         modules=distinct(map(module_path, nodes)),
         sources=distinct(map(source_line, nodes)),
+        sizes=known_sizes(inputs),
     )
     timeline.append(
         Capture(
@@ -219,7 +223,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
     def restored(compiled: Any, record: str | None, part: str) -> None:
         replay(record, graph.context(part, {}), compiled)
 
-    if "inductor" not in graph.policy.lowerings or "inductor" not in graph.device.lowerings:
+    if not _uses_inductor(graph):
         return aot.compile_graph(gm, inputs, inner_compile)
     before = inductor.cache_counters()
     with inductor.cache_tag(graph.digest), inductor.on_artefact_loaded(restored):
@@ -233,12 +237,17 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
     return compiled
 
 
+def _uses_inductor(graph: _Graph) -> bool:
+    return "inductor" in graph.policy.lowerings and "inductor" in graph.device.lowerings
+
+
 def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
-    """Run the graph as Dynamo captured it, through torch's dispatcher."""
+    """Run the graph as the passes left it, through torch's dispatcher."""
     timeline = current()
+    compiler = "inductor" if _uses_inductor(graph) else "autograd"
     reason = Reason(
         code="capture_failed",
-        by="inductor",
+        by=compiler,
         sentence=f"the compiler raised on the whole graph: {first_line(error)}",
         observed=type(error).__name__,
         source=graph.sources[0] if graph.sources else "",
@@ -249,12 +258,12 @@ def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
             graph=graph.id,
             part="",
             subgraph=graph.id,
-            source_lowering="inductor",
+            source_lowering=compiler,
             target_lowering="eager",
             reason=reason,
         )
     )
-    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="inductor", ok=False, reason=reason))
+    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering=compiler, ok=False, reason=reason))
     timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
     ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
     once = Once(lambda: timeline.append(ran))

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from omnicomp.graphs import fake_value
 
-__all__ = ["Cost", "cost_of", "hint", "size_of", "value_bytes"]
+__all__ = ["Cost", "cost_of", "hint", "hint_of_text", "known_sizes", "size_of", "value_bytes"]
 
 _FREE_OPS = frozenset(
     {"getitem", "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "alias", "slice"}
@@ -75,6 +75,32 @@ def hint(expression: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> int:
     return int(value) if value.is_number and value.is_finite is not False else -1
 
 
+def known_sizes(values: Iterable[Any]) -> dict[str, int]:
+    """The sizes that the symbols of a graph were seen with at compile time, by the symbol's name.
+
+    Args:
+        values: the graph's inputs; any symbolic one knows the shape environment of all.
+    """
+    environment = next((v.node.shape_env for v in values if isinstance(v, torch.SymInt)), None)
+    return {str(symbol): int(size) for symbol, size in _backed(environment).items()}
+
+
+def hint_of_text(text: str, sizes: Mapping[str, int]) -> int:
+    """The value of a printed expression for sizes by name; -1 if a symbol has none or the text is no expression."""
+    if text.isdigit():
+        return int(text)
+    try:
+        expression: Any = sympy.sympify(text)
+    except (sympy.SympifyError, SyntaxError, TypeError):
+        return -1
+    return hint(expression, {symbol: sizes[symbol.name] for symbol in expression.free_symbols if symbol.name in sizes})
+
+
+def _backed(environment: Any) -> Mapping[Any, Any]:
+    """Values of the symbols that stand for sizes of inputs."""
+    return getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+
+
 def _node_flops(node: Node, hints: dict[sympy.Symbol, int]) -> sympy.Expr | None:
     if node.op != "call_function":
         return None
@@ -124,8 +150,7 @@ def _expression(size: Any, hints: dict[sympy.Symbol, int]) -> sympy.Expr:
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(int(size))
     expression = size.node.expr
-    environment = size.node.shape_env
-    known: Mapping[Any, Any] = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+    known = _backed(size.node.shape_env)
     symbols: Sequence[sympy.Symbol] = list(expression.free_symbols)
     for symbol in symbols:
         if symbol in known:

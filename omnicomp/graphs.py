@@ -68,8 +68,8 @@ def module_path(node: Node) -> str:
         return ""
     entry = list(stack.values())[-1]
     path = str(entry[0] if isinstance(entry, tuple) else entry)
-    # Dynamo names the root by the local that held it, L['self'] or L['model'], and keeps some indices in brackets.
-    path = re.sub(r"^L\['\w+'\]", "", path)
+    # Dynamo names the root by the variable that held it, L['self'] or G['model'], and keeps some indices in brackets.
+    path = re.sub(r"^[LG]\['\w+'\]", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.lstrip(".")

@@ -83,6 +83,7 @@ class _Builder:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
                 self._module = kept
+                gather_getitems(kept)
                 plan = self._narrow(self._place().runs[0], error)
         return self._build_pieces(plan, refused)
 
@@ -106,14 +107,16 @@ class _Builder:
         verdict = find_failing(run.nodes, error, self._try, self._budget)
         self._cut.update(verdict.cut)
         self._boundaries |= verdict.boundaries
+        plan = self._place()
         first = next(iter(verdict.cut.values()), None)
+        now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in verdict.cut}
         self._context.timeline.append(
             Retreat(
                 graph=self._context.graph_id,
                 part=self._context.part,
                 subgraph=self._context.part_id,
                 source_lowering="inductor",
-                target_lowering="eager" if verdict.cut else "inductor",
+                target_lowering=", ".join(sorted(set(now.values()))) or "inductor",
                 reason=first
                 or Reason(
                     code="build_failed",
@@ -123,7 +126,7 @@ class _Builder:
                 ),
             )
         )
-        return self._place()
+        return plan
 
     def _try(self, nodes: Sequence[Node]) -> Exception | None:
         try:

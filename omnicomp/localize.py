@@ -5,6 +5,7 @@ bounded number of builds, until the failing nodes, or the place between two that
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
 from torch.fx import Node
@@ -62,7 +63,9 @@ def find_failing(nodes: Sequence[Node], error: Exception, build: Build, budget: 
         return Verdict(cut={named.name: _reason(named, error)})
     if len(nodes) == 1:
         return Verdict(cut={nodes[0].name: _reason(nodes[0], error)})
-    middle = len(nodes) // 2
+    middle = _middle(nodes)
+    if middle == 0:
+        return Verdict(cut={node.name: _reason(node, error) for node in nodes})
     cut: dict[str, Reason] = {}
     boundaries: frozenset[str] = frozenset()
     for half in (nodes[:middle], nodes[middle:]):
@@ -78,6 +81,12 @@ def find_failing(nodes: Sequence[Node], error: Exception, build: Build, budget: 
     if not cut and not boundaries:
         boundaries = frozenset({nodes[middle].name})  # each half builds, only both together do not
     return Verdict(cut=cut, boundaries=boundaries)
+
+
+def _middle(nodes: Sequence[Node]) -> int:
+    """Where to halve a run: never between an operator and the `getitem`s of its result, 0 if there is nowhere else."""
+    starts = [i for i, node in enumerate(nodes) if i > 0 and node.target is not operator.getitem]
+    return min(starts, key=lambda i: abs(i - len(nodes) / 2), default=0)
 
 
 def _named_node(nodes: Sequence[Node], error: Exception) -> Node | None:

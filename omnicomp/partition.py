@@ -8,10 +8,10 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import boxed
+from omnicomp._torch.symbols import free_symbols
 from omnicomp.graphs import fake_value
 
 __all__ = ["Piece", "extract", "gather_getitems", "stitch"]

@@ -1,8 +1,9 @@
 """What is recorded of a part: made once from its plan, emitted when it is built, kept in the artefact, and replayed.
 
 A warm start never reaches our code for a part that AOTAutograd's cache restores. The record travels inside the
-compiled graph, so that the timeline of a warm start says what the cold one said. It holds no ids of the process, no
-times and no paths: it is part of the cache key.
+compiled graph, so that the timeline of a warm start says what the cold one said. It is part of the cache key, so it
+holds no ids of the process, no times, and no sizes of a dynamic graph. The user's source lines are in it only for what
+an override took or refused; those of a whole part are read afresh from the Dynamo graph at every start.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any, Final
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch import inductor
-from omnicomp.costs import cost_of, size_of
+from omnicomp.costs import cost_of, hint_of_text, size_of
 from omnicomp.graphs import fake_value, module_path, op_name, source_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
@@ -37,7 +38,9 @@ from omnicomp.timeline.events import event_from_dict
 __all__ = ["PartRecord", "distinct", "replay"]
 
 _SHOWN: Final = 8
-_UNRECORDED: Final = ("graph", "time", "seq", "schema", "sources", "modules")
+_UNRECORDED: Final = ("graph", "time", "seq", "schema")
+_HINTS: Final = ("flops_hint", "bytes_hint")
+_PLACES: Final = ("sources", "modules")
 
 
 def distinct(values: Iterable[str]) -> tuple[str, ...]:
@@ -263,7 +266,10 @@ def _boundary(module: GraphModule, piece: Piece | None) -> tuple[list[Any], list
 
 
 def _without_identity(event: Event) -> dict[str, Any]:
-    return {key: value for key, value in event.to_dict().items() if key not in _UNRECORDED}
+    dropped = _UNRECORDED
+    if isinstance(event, Subgraph):
+        dropped += _HINTS if "/" in event.subgraph else (*_HINTS, *_PLACES)
+    return {key: value for key, value in event.to_dict().items() if key not in dropped}
 
 
 def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable) -> None:
@@ -316,11 +322,21 @@ def replay(record: str | None, context: LoweringContext, compiled: Any) -> None:
     for data in json.loads((record or "[]").replace('"@', f'"{context.part_id}')):
         event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
         if isinstance(event, Subgraph):
-            if "/" not in event.subgraph:
-                event = dataclasses.replace(event, modules=context.modules, sources=context.sources)
+            event = _read_afresh(event, context)
             subgraphs.append(event)
         elif isinstance(event, Attempt) and event.selected and event.lowering == "inductor":
             event = dataclasses.replace(event, artefact=result.artefact)
         if event is not None:
             timeline.append(event)
     inductor.call_once_before_restoring(compiled, lambda: emit_ran(context, subgraphs, result))
+
+
+def _read_afresh(event: Subgraph, context: LoweringContext) -> Subgraph:
+    """Fill in what the record leaves out: sizes, and the places of a whole part."""
+    if "/" not in event.subgraph:
+        event = dataclasses.replace(event, modules=context.modules, sources=context.sources)
+    return dataclasses.replace(
+        event,
+        flops_hint=hint_of_text(event.flops, context.sizes),
+        bytes_hint=hint_of_text(event.bytes, context.sizes),
+    )

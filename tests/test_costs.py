@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import scaled_dot_product_attention
 
-from omnicomp.costs import cost_of, size_of
+from omnicomp.costs import cost_of, hint_of_text, known_sizes, size_of
 from omnicomp.graphs import fake_value
 
 
@@ -39,6 +39,19 @@ def test_symbolic_sizes_stay_symbols_and_add_no_guards() -> None:
     assert len(environment.guards) == before
     assert len(cost.flops.free_symbols) == 3
     assert cost.flops_hint == 2 * 6 * 5 * 7 + 6 * 7
+
+
+def test_a_printed_expression_has_the_hint_of_the_expression() -> None:
+    traced = make_fx(lambda x, y: torch.mm(x, y)[:, ::3].relu(), tracing_mode="symbolic")(
+        torch.rand(6, 5), torch.rand(5, 7)
+    )
+    calls = [n for n in traced.graph.nodes if n.op == "call_function"]
+    cost = cost_of(calls)
+    sizes = known_sizes(s for n in calls for v in [fake_value(n)] if isinstance(v, torch.Tensor) for s in v.shape)
+    assert cost.flops_hint > 0
+    assert hint_of_text(str(cost.flops), sizes) == cost.flops_hint
+    assert hint_of_text("s999 + 1", sizes) == -1
+    assert hint_of_text("no expression (", sizes) == -1
 
 
 def test_bytes() -> None:

@@ -1,13 +1,16 @@
 """FX internals: the boxed calling convention, in which a graph's inputs can be freed while it runs."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["boxed", "copy_module"]
+__all__ = ["boxed", "copy_module", "run_on_fakes"]
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -51,3 +54,22 @@ def copy_module(module: GraphModule) -> GraphModule:
     result.meta = dict(module.meta)
     result.train(module.training)
     return result
+
+
+def run_on_fakes(module: GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a Dynamo graph on fake tensors: nothing is computed, but every operator says what it would return.
+
+    Args:
+        module: the graph; constants that it fetches may be real tensors.
+        inputs: fake values of its placeholders.
+
+    Raises:
+        Exception: whatever an operator raises on the fake values.
+    """
+    mode = detect_fake_mode(list(inputs))
+    if mode is None:
+        return torch.fx.Interpreter(module).run(*inputs)
+    environment = mode.shape_env
+    quiet = environment.suppress_guards() if environment is not None else contextlib.nullcontext()
+    with mode, quiet, torch.no_grad(), mock.patch.object(mode, "allow_non_fake_inputs", True):
+        return torch.fx.Interpreter(module).run(*inputs)

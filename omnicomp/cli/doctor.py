@@ -241,7 +241,8 @@ def _overrides() -> Iterator[Check]:
 
 def _engines() -> Iterator[Check]:
     names = sorted(entry.name for entry in importlib.metadata.entry_points(group=_ENGINES))
-    yield Check(name="engines", status="ok" if names else "note", found=", ".join(names) or "none installed")
+    found = f"{', '.join(names)} installed, but this version runs no engines" if names else "none installed"
+    yield Check(name="engines", status="note", found=found)
 
 
 def _cache() -> Iterator[Check]:

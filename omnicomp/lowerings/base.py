@@ -30,6 +30,7 @@ class LoweringContext:
         digest: hash of everything of omnicomp that changes generated code.
         modules: module paths of the Dynamo graph, for subgraphs that are a whole part.
         sources: `file:line` of the Dynamo graph, for the same.
+        sizes: what the graph's symbolic sizes were at compile time, by name.
     """
 
     graph_id: str
@@ -41,6 +42,7 @@ class LoweringContext:
     digest: str = ""
     modules: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
     def part_id(self) -> str:
@@ -86,6 +88,7 @@ class Lowering(Protocol):
             context: where it comes from.
 
         Raises:
-            Exception: anything; the ladder records it as the reason and asks the next lowering.
+            Exception: anything. What Inductor raises makes the ladder find and cut out the nodes that are to blame;
+                from another lowering it becomes a LoweringError.
         """
         ...

@@ -1,7 +1,7 @@
 """The eager lowering: runs a subgraph operator by operator through torch's dispatcher. It is always asked last."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -46,34 +46,56 @@ class EagerLowering:
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
         """Generate the straight-line code, and make the outputs' strides what the neighbours were built for."""
         output = next(iter(reversed(module.graph.nodes)))
-        strides = [_static_strides(fake_value(value)) for value in output.args[0]]
+        layouts: list[Layout] = [_layout(fake_value(value)) for value in output.args[0]]
         operators = sorted({op_name(node) for node in module.graph.nodes if node.op == "call_function"})
         run = boxed(module)
 
         def call(arguments: list[Any]) -> Sequence[Any]:
-            return [_restride(value, stride) for value, stride in zip(run(arguments), strides, strict=True)]
+            return [_restride(value, layout) for value, layout in zip(run(arguments), layouts, strict=True)]
 
         return Executable(
             lowering="eager",
-            call=call if any(stride is not None for stride in strides) else run,
+            call=call if any(layout is not None for layout in layouts) else run,
             attest=lambda: ("torch.fx.GraphModule, operator by operator", dict.fromkeys(operators, 1)),
         )
 
 
-def _static_strides(value: Any) -> tuple[int, ...] | None:
-    """Strides that a consumer may rely on; None for what is no tensor or has symbolic strides."""
+_CONTIGUOUS: Final = "contiguous"
+Layout = tuple[int, ...] | Literal["contiguous"] | None
+"""Strides that a consumer may rely on: numbers, contiguous ones of symbolic sizes, or None where nothing is known."""
+
+
+def _layout(value: Any) -> Layout:
+    """The layout that the neighbours of the subgraph were built for."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     stride: tuple[Any, ...] = value.stride()
-    return stride if all(type(step) is int for step in stride) else None
+    if all(type(step) is int for step in stride):
+        return stride
+    return _CONTIGUOUS if _symbolically_contiguous(value) else None
 
 
-def _restride(value: Any, stride: tuple[int, ...] | None) -> Any:
+def _symbolically_contiguous(value: torch.Tensor) -> bool:
+    """Whether each stride is, as an expression, the product of the sizes behind it; asks nothing that adds a guard."""
+    expected: Any = 1
+    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if _expression(step) != _expression(expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _restride(value: Any, layout: Layout) -> Any:
     """Copy a result whose layout is not the predicted one: Inductor's code reads memory by the predicted strides."""
-    if stride is None or not isinstance(value, torch.Tensor) or value.stride() == stride or value.numel() == 0:
+    if layout is None or not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value
-    result = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    if layout == _CONTIGUOUS:
+        return value.contiguous()
+    if value.stride() == layout:
+        return value
+    result = torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device)
     return result.copy_(value)
-
-
-Boxed = Callable[[list[Any]], Sequence[Any]]

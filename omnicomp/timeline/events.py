@@ -130,7 +130,7 @@ class Rewrite(Event):
 
     Attributes:
         name: name of the pass.
-        kind: what was rewritten, for example `attention` or `cast`.
+        kind: what was rewritten: `attention` or `dtype`, or what a pass of another package calls it.
         node: the FX node at which the rewrite is anchored.
         source: `file:line` of that node.
         module: module path of that node, for example `layers.3.attn`.
@@ -277,7 +277,7 @@ class Ran(Event):
         part: `forward`, `backward` or `inference`.
         subgraph: id of the subgraph.
         lowering: what really ran, as the executable itself attests.
-        evidence: what was executed: the generated module and key, the override function, or `fx.Interpreter`.
+        evidence: what was executed: the generated module and key, the override function, or the FX graph's code.
         kernels: external kernels that the executable calls, with the number of call sites of each.
     """
 

@@ -19,16 +19,12 @@ CODES: Final[dict[str, str]] = {
     "build_failed": "the lowering raised while it built the subgraph",
     "cut_out": "the node was cut out because building it failed",
     "capture_failed": "autograd or a pre-autograd pass of the compiler raised on the whole graph",
-    # running
-    "run_failed": "the executable raised while it ran",
     # passes
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",
     "not_profitable": "the rewrite is right, but would not be faster on this device",
     "not_equal": "the rewrite would change values beyond the dtype's tolerance",
-    "pass_disabled": "the pass was switched off by an option",
     # options and caches
     "option_ineffective": "an option was requested, but has no effect",
-    "cache_record_missing": "an artefact came from a cache without the decisions that made it",
 }
 
 

@@ -104,6 +104,16 @@ def test_verify_finds_a_changed_output() -> None:
         run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context(verify=True))
 
 
+def test_verify_runs_the_graph_and_does_not_believe_its_metadata() -> None:
+    class SumInDisguise(SinToCos):
+        def run(self, module: GraphModule, context: PassContext) -> PassResult:
+            next(n for n in module.graph.nodes if n.target == "sin").target = "sum"
+            return PassResult(module, True)
+
+    with pytest.raises(PassError, match=r"output 0 from \(2,\) .* to \(\) "):
+        run_pipeline((SumInDisguise(),), captured(lambda x: x.sin(), torch.ones(2)), context(verify=True))
+
+
 def test_submodules_of_higher_order_operators_are_rewritten_too() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda y: y.sin() * 2, x, use_reentrant=False).exp()

@@ -190,7 +190,7 @@ def _define(name: str, op: torch._ops.OpOverload, function: Function) -> Any:
     schema = str(op._schema)
     _library.define(unique + schema[schema.index("(") :])
     _library.impl(unique, function, "CompositeExplicitAutograd")
-    _library._register_fake(unique, op)
+    torch.library.register_fake(f"omnicomp_override::{unique}", op, lib=_library)
     return getattr(torch.ops.omnicomp_override, unique).default
 
 
