@@ -103,50 +103,44 @@ print(json.dumps(time.perf_counter() - start))
 
 
 def bench_compile(arguments: argparse.Namespace) -> list[list[str]]:
-    """Ratio of the time of the first call, in processes of their own, cold and warm."""
+    """Ratio of the time of the first call in a process of its own, with cold caches and then with warm ones."""
     rows: list[list[str]] = []
-    rounds = 2 if arguments.quick else 5
-    # Without attention fusion both compile the same graph: this is the cost of the machinery. With it, omni compiles
-    # another graph, which is what a user sees.
-    variants = {"omni, passes off": {"disable_passes": ["attention_fusion"]}, "omni": {}}
-    for model in ("bert",) if arguments.quick else ("bert", "llama", "resnet"):
+    rounds = arguments.rounds or (2 if arguments.quick else 3)
+    # Without its passes omni compiles the graph that Inductor compiles: that is the cost of the machinery. With them
+    # it compiles another graph, which is what a user sees.
+    variants: dict[str, dict[str, Any]] = {"omni, passes off": {"disable_passes": ["attention_fusion"]}, "omni": {}}
+    for model in arguments.models:
+        seconds: dict[tuple[str, str], list[float]] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(rounds + 1):
+                for name in ("inductor", *variants):
+                    # A tag of its own makes the graph caches cold; a folder of its own would make Inductor compile its
+                    # headers again, too.
+                    tag = uuid.uuid4().hex
+                    program = _program(arguments, model, name, variants)
+                    for state in ("cold", "warm"):
+                        measured = _process(program, folder, tag)
+                        if number > 0:  # the first round fills the cache of C++ objects, which tags do not part
+                            seconds.setdefault((state, name), []).append(measured)
         for state in ("cold", "warm"):
-            seconds: dict[str, list[float]] = {name: [] for name in ("inductor", *variants)}
-            with tempfile.TemporaryDirectory() as folder:
-                for _ in range(rounds):
-                    for name in seconds:
-                        seconds[name].append(_compile_once(arguments, model, name, variants, folder, state))
-            base = seconds["inductor"]
+            base = seconds[state, "inductor"]
             for name in variants:
-                ratio = statistics.median(a / b for a, b in zip(seconds[name], base, strict=True))
-                rows.append(
-                    [
-                        f"{model}, {state}, {name}",
-                        f"{statistics.median(base):.2f}",
-                        f"{statistics.median(seconds[name]):.2f}",
-                        f"{ratio:.3f}",
-                    ]
-                )
+                times = seconds[state, name]
+                ratio = statistics.median(a / b for a, b in zip(times, base, strict=True))
+                cells = [f"{statistics.median(values):.2f}" for values in (base, times)]
+                rows.append([f"{model}, {state}, {name}", *cells, f"{ratio:.3f}"])
     return rows
 
 
-def _compile_once(
-    arguments: argparse.Namespace, model: str, name: str, variants: dict[str, Any], folder: str, state: str
-) -> float:
-    # A tag of its own makes the graph caches cold; a folder of its own would make Inductor compile its headers, too.
-    tag = uuid.uuid4().hex
+def _program(arguments: argparse.Namespace, model: str, name: str, variants: dict[str, dict[str, Any]]) -> str:
     options = f", options={variants[name]!r}" if variants.get(name) else ""
-    program = COMPILE.format(
+    return COMPILE.format(
         folder=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
         model=model,
         device=arguments.device,
         backend=name.split(",")[0],
         options=options,
     )
-    runs = [_process(program, folder, tag)]
-    if state == "warm":
-        runs.append(_process(program, folder, tag))
-    return runs[-1]
 
 
 def _process(program: str, folder: str, tag: str) -> float:
@@ -162,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_arguments(parser)
     parser.add_argument("--only", choices=["calls", "compile"])
+    parser.add_argument("--models", nargs="+", default=["bert"], help="models of the compile times")
     arguments = parser.parse_args()
     start = time.perf_counter()
     print(machine(arguments.device))

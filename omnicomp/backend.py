@@ -68,8 +68,12 @@ def omni(
         gm = _run_passes(gm, graph)
         kept = copy_module(gm)
         try:
-            compiled = _compile(gm, example_inputs, graph)
+            with dynamo.leave_transforms_on_error():
+                compiled = _compile(gm, example_inputs, graph)
         except dynamo.CONTROL_FLOW:
+            raise
+        except dynamo.GRAPH_BREAKS as error:
+            _record_graph_break(graph, error)
             raise
         except Exception as error:
             if policy.on_error == "raise":
@@ -235,6 +239,25 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
         if after[f"aot_autograd.{verdict}"] > before[f"aot_autograd.{verdict}"]:
             current().append(Cache(graph=graph.id, part="", cache="aot_autograd", verdict=verdict))
     return compiled
+
+
+def _record_graph_break(graph: _Graph, error: Exception) -> None:
+    """Dynamo takes the graph back, breaks it, and hands over the pieces as graphs of their own."""
+    current().append(
+        Retreat(
+            graph=graph.id,
+            part="",
+            subgraph=graph.id,
+            source_lowering="capture",
+            target_lowering="graph break",
+            reason=Reason(
+                code="capture_failed",
+                by="dynamo",
+                sentence=f"the graph can't be traced as a whole, and Dynamo breaks it in pieces: {first_line(error)}",
+                lever="keep sizes independent of data, or see torch._dynamo.config.capture_dynamic_output_shape_ops",
+            ),
+        )
+    )
 
 
 def _uses_inductor(graph: _Graph) -> bool:

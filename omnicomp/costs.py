@@ -98,7 +98,8 @@ def hint_of_text(text: str, sizes: Mapping[str, int]) -> int:
 
 def _backed(environment: Any) -> Mapping[Any, Any]:
     """Values of the symbols that stand for sizes of inputs."""
-    return getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+    known = getattr(environment, "backed_var_to_val", None)  # empty where data decides every size
+    return known if known is not None else getattr(environment, "var_to_val", {})
 
 
 def _node_flops(node: Node, hints: dict[sympy.Symbol, int]) -> sympy.Expr | None:

@@ -125,6 +125,31 @@ def test_graph_breaks_recompiles_and_dynamic_shapes() -> None:
     assert any(capture.dynamic for capture in captures)
 
 
+def test_a_shape_that_depends_on_data_breaks_the_graph_and_not_the_compilation() -> None:
+    def select(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin() + 1
+        return (y[x > 0] * 2).cos()
+
+    x = torch.randn(16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(select, backend="omni", options=EAGER)
+        torch.testing.assert_close(compiled(x), select(x))
+    compiled = torch.compile(select, backend="omni", options=EAGER)
+    torch.testing.assert_close(compiled(x), select(x))
+
+    def write(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        y = x.sin() + 1
+        y[x > 0] = value
+        return y.cos()
+
+    omnicomp.timeline.clear()
+    value = torch.ones((), requires_grad=True)
+    torch.testing.assert_close(torch.compile(write, backend="omni", options=EAGER)(x, value), write(x, value))
+    text = omnicomp.audit().to_text()
+    assert all(e.lowering == "eager" for e in events(Ran))
+    assert "Traceback" not in text
+
+
 def test_fullgraph_and_dynamic_true() -> None:
     compiled = torch.compile(lambda x: x.sin().sum(0), backend="omni", options=EAGER, fullgraph=True, dynamic=True)
     for rows in (2, 7):

@@ -1,10 +1,13 @@
 """Dynamo's internals: its compile lock, compile ids, the errors that steer it, and how a user error leaves it."""
 
+import contextlib
 import functools
+from collections.abc import Generator
 from typing import Any, Final
 
 import torch
 import torch._guards
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import (
     RestartAnalysis,
@@ -12,12 +15,26 @@ from torch._dynamo.exc import (
     SkipFrame,
     TensorifyScalarRestartAnalysis,
     Unsupported,
+    exceptions_allowed_to_be_fallback,
 )
+from torch.autograd import forward_ad
 
-__all__ = ["CONTROL_FLOW", "compile_id", "compile_lock", "disable", "user_error"]
+__all__ = [
+    "CONTROL_FLOW",
+    "GRAPH_BREAKS",
+    "compile_id",
+    "compile_lock",
+    "disable",
+    "leave_transforms_on_error",
+    "user_error",
+]
 
 CONTROL_FLOW: Final = (RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, Unsupported)
 """Exceptions with which torch steers a compilation; catching one as a failure would break it."""
+
+
+GRAPH_BREAKS: Final = tuple(exceptions_allowed_to_be_fallback)
+"""Exceptions of a backend for which Dynamo breaks the graph and compiles the pieces, as for an unknown output shape."""
 
 
 def compile_id() -> str:
@@ -56,3 +73,22 @@ def user_error(error: Exception) -> Exception:
 def disable(function: Any, reason: str) -> Any:
     """Keep Dynamo from tracing `function` when a compiled program calls it."""
     return torch._dynamo.disable(function, reason=reason)
+
+
+@contextlib.contextmanager
+def leave_transforms_on_error() -> Generator[None]:
+    """Leave the transforms of torch.func that a traced graph entered, if the tracing ends with an exception.
+
+    The graph enters and leaves them by calls of its own; one that is cut short would leave them on for what follows.
+    """
+    depth = get_dynamic_layer_stack_depth()
+    dual, enabled = forward_ad._current_level >= 0, torch._C._is_fwd_grad_enabled()
+    try:
+        yield
+    except BaseException:
+        pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        torch._C._set_fwd_grad_enabled(enabled)
+        if not dual:
+            with contextlib.suppress(RuntimeError):  # no forward-mode level was entered
+                torch._C._exit_dual_level(level=0)
+        raise

@@ -131,8 +131,9 @@ class _Graph:
 
     def _retreat(self, event: Retreat) -> None:
         recut = event.subgraph == f"{self.id}.{event.part}" or event.source_lowering == event.target_lowering
-        if recut or event.source_lowering == "passes":
-            # The graph goes on without its passes, or a part is cut anew: its subgraphs are planned after this.
+        if recut or event.source_lowering == "passes" or event.target_lowering == "graph break":
+            # The graph goes on without its passes, or a part is cut anew: its subgraphs are planned after this. A graph
+            # that Dynamo takes back never runs: its pieces are graphs of their own.
             self.retreats.append(event)
             return
         if event.subgraph == self.id:

@@ -1,13 +1,14 @@
 """The eager lowering: runs a subgraph operator by operator through torch's dispatcher. It is always asked last."""
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import boxed
 from omnicomp.graphs import fake_value, op_name, source_line
+from omnicomp.layouts import layout_of, restride
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
@@ -46,56 +47,19 @@ class EagerLowering:
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
         """Generate the straight-line code, and make the outputs' strides what the neighbours were built for."""
         output = next(iter(reversed(module.graph.nodes)))
-        layouts: list[Layout] = [_layout(fake_value(value)) for value in output.args[0]]
+        layouts = [layout_of(fake_value(value)) for value in output.args[0]]
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            # A kernel may return other strides than its fake kernel said, on which a view would then be impossible.
+            # The graph is functional, so that a copy in its place is never written to.
+            node.target = torch.ops.aten.reshape.default
         operators = sorted({op_name(node) for node in module.graph.nodes if node.op == "call_function"})
         run = boxed(module)
 
         def call(arguments: list[Any]) -> Sequence[Any]:
-            return [_restride(value, layout) for value, layout in zip(run(arguments), layouts, strict=True)]
+            return [restride(value, layout) for value, layout in zip(run(arguments), layouts, strict=True)]
 
         return Executable(
             lowering="eager",
             call=call if any(layout is not None for layout in layouts) else run,
             attest=lambda: ("torch.fx.GraphModule, operator by operator", dict.fromkeys(operators, 1)),
         )
-
-
-_CONTIGUOUS: Final = "contiguous"
-Layout = tuple[int, ...] | Literal["contiguous"] | None
-"""Strides that a consumer may rely on: numbers, contiguous ones of symbolic sizes, or None where nothing is known."""
-
-
-def _layout(value: Any) -> Layout:
-    """The layout that the neighbours of the subgraph were built for."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    stride: tuple[Any, ...] = value.stride()
-    if all(type(step) is int for step in stride):
-        return stride
-    return _CONTIGUOUS if _symbolically_contiguous(value) else None
-
-
-def _symbolically_contiguous(value: torch.Tensor) -> bool:
-    """Whether each stride is, as an expression, the product of the sizes behind it; asks nothing that adds a guard."""
-    expected: Any = 1
-    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if _expression(step) != _expression(expected):
-            return False
-        expected = expected * size
-    return True
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _restride(value: Any, layout: Layout) -> Any:
-    """Copy a result whose layout is not the predicted one: Inductor's code reads memory by the predicted strides."""
-    if layout is None or not isinstance(value, torch.Tensor) or value.numel() == 0:
-        return value
-    if layout == _CONTIGUOUS:
-        return value.contiguous()
-    if value.stride() == layout:
-        return value
-    result = torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device)
-    return result.copy_(value)

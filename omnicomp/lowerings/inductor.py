@@ -6,7 +6,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch import inductor
-from omnicomp.graphs import op_name
+from omnicomp.graphs import fake_value, op_name
+from omnicomp.layouts import depends_on_data, layout_of, restride
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
@@ -35,11 +36,17 @@ class InductorLowering:
 
         CUDA graphs stay off here: a recorded graph of one piece would have to know the memory of its neighbours.
         """
+        output = next(iter(reversed(module.graph.nodes)))
+        predicted = [fake_value(value) for value in output.args[0]]
         kwargs = dict(context.inductor_kwargs)
         kwargs.update(cudagraphs=inductor.no_cudagraphs(), static_input_idxs=())
         with inductor.subgraph_context(inputs):
             compiled = inductor.compile_part(module, inputs, "", **kwargs)
-        return executable(compiled)
+        result = executable(compiled)
+        if any(map(depends_on_data, predicted)):
+            layouts, run = list(map(layout_of, predicted)), result.call
+            result.call = lambda arguments: list(map(restride, run(arguments), layouts))
+        return result
 
 
 def executable(compiled: Any) -> Executable:

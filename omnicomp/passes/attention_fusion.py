@@ -31,6 +31,7 @@ __all__ = ["AttentionFusion"]
 _Call = Callable[..., Any]
 # A mask below this swallows, when it is added, scores of any usual size; in float16 only its most negative number does.
 _SWALLOWS: Final = -1e8
+_DERIVATIVES: Final = frozenset(("_grad_increment_nesting", "_jvp_increment_nesting"))
 _TRANSPOSES: Final = ("transpose", "permute", "swapaxes")
 _LAYOUT_ENDS: Final = ("reshape", "flatten", "contiguous")
 _VIEWS: Final = (*_TRANSPOSES, *_LAYOUT_ENDS, "view", "getitem", "unsqueeze", "squeeze", "unflatten", "expand")
@@ -48,8 +49,11 @@ class AttentionFusion:
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite every site that is understood and profitable; report the others."""
         modified = False
+        differentiated = _differentiated(module)
         for node in [n for n in module.graph.nodes if is_candidate(n)]:
             try:
+                if node in differentiated:
+                    raise _inside_derivative(node)
                 self._fuse(node, context)
                 modified = True
             except MatchEnded as end:
@@ -82,6 +86,33 @@ class AttentionFusion:
             source=source_line(end.node),
             lever=end.lever,
         )
+
+
+def _differentiated(module: GraphModule) -> set[Node]:
+    """The nodes within the transforms of torch.func that take derivatives: their gradients are part of the graph."""
+    entered: list[str] = []
+    found: set[Node] = set()
+    for node in module.graph.nodes:
+        name = op_name(node).rpartition(".")[2] if node.op == "call_function" else ""
+        if name.endswith("_increment_nesting"):
+            entered.append(name)
+        elif entered and name.endswith("_decrement_nesting"):
+            entered.pop()
+        if not _DERIVATIVES.isdisjoint(entered):
+            found.add(node)
+    return found
+
+
+def _inside_derivative(softmax: Node) -> MatchEnded:
+    return MatchEnded(
+        softmax,
+        "the graph takes a derivative of the attention, and a fused kernel has no second one, none in forward mode, "
+        "and gradients of another layout",
+        observed="inside torch.func.grad, vjp, jvp or another transform made of them",
+        needed="outside of them",
+        lever="call backward on the compiled function's result instead",
+        code="not_equal",
+    )
 
 
 def _check_nothing_changes_between(site: Site) -> None:

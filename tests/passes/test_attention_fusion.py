@@ -640,6 +640,27 @@ def model(name):
     return tf.T5Model(tf.T5Config(**small(**sizes))), {**padded, "decoder_input_ids": ids[:, :5]}
 
 
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).sin().sum()),
+        lambda f: torch.func.grad(lambda x: torch.func.grad(lambda y: f(y).sin().sum())(x).square().sum()),
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+        lambda f: torch.func.jacrev(f),
+    ],
+    ids=["grad", "grad of grad", "jvp", "jacrev"],
+)
+def test_derivatives_in_the_graph_are_left_alone(derivative):
+    q = torch.randn(1, 2, 3, 4)
+    function = derivative(lambda x: torch.softmax(x @ x.mT, -1) @ x)
+    backend = Backend(training=True)
+    result = compiled(function, backend)(q)
+    expected = function(q)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()
+    assert [reason.code for reason in backend.reasons()] == ["not_equal"]
+
+
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "sites"), [("bert", 2), ("llama", 2), ("vit", 2), ("t5", 6)])
 def test_models_in_inference(name, sites):
