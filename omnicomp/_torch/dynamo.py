@@ -86,7 +86,10 @@ def leave_transforms_on_error() -> Generator[None]:
     try:
         yield
     except BaseException:
-        pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        # torch 2.11 has left the layers itself by now, and does not take popping none of them.
+        if get_dynamic_layer_stack_depth() > depth:
+            with contextlib.suppress(RuntimeError):
+                pop_dynamic_layer_stack_and_undo_to_depth(depth)
         torch._C._set_fwd_grad_enabled(enabled)
         if not dual:
             with contextlib.suppress(RuntimeError):  # no forward-mode level was entered

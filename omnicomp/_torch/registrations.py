@@ -34,12 +34,10 @@ def inductor_registrations(device: str) -> dict[str, str]:
     The value is what is registered, as a person can look it up, or empty if nothing is.
     """
     init_backend_registration()
-    try:
-        overrides: Any = type(get_device_op_overrides(device))
-    except KeyError:
-        overrides = None  # torch's table has no entry for the device: that is the answer
-    if device not in device_op_overrides_dict:
-        overrides = None  # torch 2.11 answers with the CPU's for a device that it does not know
+    get_device_op_overrides("cpu")  # fills the table
+    # Asking for a device that is not in it raises, or (torch 2.11) registers the CPU's for it.
+    known = device in device_op_overrides_dict
+    overrides: Any = type(get_device_op_overrides(device)) if known else None
     try:
         interface: Any = get_interface_for_device(device)
     except NotImplementedError:
