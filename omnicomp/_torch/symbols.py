@@ -1,5 +1,5 @@
 """Symbolic sizes."""
 
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols, free_unbacked_symbols
 
-__all__ = ["free_symbols", "free_unbacked_symbols"]
+__all__ = ["GuardOnDataDependentSymNode", "free_symbols", "free_unbacked_symbols"]

@@ -7,116 +7,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from lowered import BOUND, check, compiled, error, rand
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
-from torch._functorch._aot_autograd.autograd_cache import check_node_safe
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from omnicomp.devices import get_device
-from omnicomp.options import Policy
-from omnicomp.passes.base import Pass, PassContext, run_pipeline
+from omnicomp.passes.base import Pass
 from omnicomp.passes.dtype_policy import DTYPES, DtypePolicy
-from omnicomp.timeline import NearMiss, Rewrite, Timeline
-
-CAST = torch.ops.aten.to.dtype
-BOUND = {"bf16": 2e-2, "fp16": 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
-class Recorder(TorchDispatchMode):
-    """The dtypes of the floating tensors that each ATen operator read."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self):
-        super().__init__()
-        self.seen = collections.defaultdict(set)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        leaves = tree_leaves((args, kwargs or {}))
-        dtypes = {a.dtype for a in leaves if isinstance(a, torch.Tensor) and a.is_floating_point()}
-        self.seen[getattr(func, "overloadpacket", func).__name__] |= dtypes
-        return func(*args, **(kwargs or {}))
-
-
-class Backend:
-    """Runs the pass alone on each graph and keeps what came of it."""
-
-    def __init__(self, policy="bf16", training=False, device=None):
-        self.context = PassContext(
-            graph_id="g0",
-            device=device or get_device("cpu"),
-            policy=Policy(dtype_policy=policy, verify=True),
-            timeline=Timeline(),
-            training=training,
-        )
-        self.graphs = []
-        self.guards = []
-        self.seen = {}
-
-    def __call__(self, module, inputs):
-        known = {node.target for node in module.graph.nodes}
-        self.guards.append(count_guards())
-        self.modified = run_pipeline((DtypePolicy(),), module, self.context)
-        self.guards.append(count_guards())
-        self.graphs.append(module)
-        for node in module.graph.nodes:
-            if node.target not in known:
-                check_node_safe(node)  # AOTAutograd's cache takes whatever the pass inserts
-        run = aot_eager(module, inputs) if self.context.training else module.forward
-
-        def record(*args):
-            with Recorder() as recorder:
-                result = run(*args)
-            self.seen = recorder.seen
-            return result
-
-        return record
-
-    def of(self, kind):
-        return [e for e in self.context.timeline.events() if isinstance(e, kind)]
-
-    def casts(self, dtype=None):
-        nodes = [n for g in self.graphs for n in g.graph.nodes if n.target is CAST]
-        return [n for n in nodes if dtype is None or n.args[1] is dtype]
-
-
-def count_guards():
-    return len(torch._guards.TracingContext.get().fake_mode.shape_env.guards)
-
-
-def compiled(function, policy="bf16", training=False, device=None, **kwargs):
-    backend = Backend(policy, training, device)
-    return torch.compile(function, backend=backend, fullgraph=True, **kwargs), backend
-
-
-def check(function, *args, policy="bf16", device=None):
-    """Run eager and lowered: same dtypes, shapes, and about the same values."""
-    expected = function(*args)
-    fn, backend = compiled(function, policy, device=device)
-    with torch.no_grad():
-        actual = fn(*args)
-    for want, got in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
-        assert got.dtype == want.dtype
-        assert got.shape == want.shape
-        assert error(got, want) < 1.5 * BOUND[policy]
-    return backend
-
-
-def error(actual, reference):
-    return ((actual.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-12)).item()
-
-
-def rand(*shape):
-    return torch.randn(*shape)
-
+from omnicomp.timeline import NearMiss, Rewrite
 
 OPS = {
     "linear": (lambda x, w, b: F.linear(x, w, b), (rand(4, 16), rand(8, 16), rand(8)), "addmm"),
