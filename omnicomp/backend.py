@@ -192,21 +192,13 @@ def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
     except Exception as error:
         if graph.policy.on_error == "raise":
             raise
-        current().append(
-            Retreat(
-                graph=graph.id,
-                part="",
-                subgraph=graph.id,
-                source_lowering="passes",
-                target_lowering="no passes",
-                reason=Reason(
-                    code="capture_failed",
-                    by="passes",
-                    sentence=f"a pass raised, and the graph goes on as Dynamo captured it: {first_line(error)}",
-                    lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
-                ),
-            )
+        reason = Reason(
+            code="capture_failed",
+            by="passes",
+            sentence=f"a pass raised, and the graph goes on as Dynamo captured it: {first_line(error)}",
+            lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
         )
+        _record_retreat(graph, "passes", "no passes", reason)
         return kept
     for event in reported:
         current().append(event)
@@ -243,19 +235,25 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
 
 def _record_graph_break(graph: _Graph, error: Exception) -> None:
     """Dynamo takes the graph back, breaks it, and hands over the pieces as graphs of their own."""
+    reason = Reason(
+        code="capture_failed",
+        by="dynamo",
+        sentence=f"the graph can't be traced as a whole, and Dynamo breaks it in pieces: {first_line(error)}",
+        lever="keep sizes independent of data, or see torch._dynamo.config.capture_dynamic_output_shape_ops",
+    )
+    _record_retreat(graph, "capture", "graph break", reason)
+
+
+def _record_retreat(graph: _Graph, source: str, target: str, reason: Reason) -> None:
+    """Record that the whole graph moved from one way of going on to another."""
     current().append(
         Retreat(
             graph=graph.id,
             part="",
             subgraph=graph.id,
-            source_lowering="capture",
-            target_lowering="graph break",
-            reason=Reason(
-                code="capture_failed",
-                by="dynamo",
-                sentence=f"the graph can't be traced as a whole, and Dynamo breaks it in pieces: {first_line(error)}",
-                lever="keep sizes independent of data, or see torch._dynamo.config.capture_dynamic_output_shape_ops",
-            ),
+            source_lowering=source,
+            target_lowering=target,
+            reason=reason,
         )
     )
 
@@ -276,16 +274,7 @@ def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
         source=graph.sources[0] if graph.sources else "",
         lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
     )
-    timeline.append(
-        Retreat(
-            graph=graph.id,
-            part="",
-            subgraph=graph.id,
-            source_lowering=compiler,
-            target_lowering="eager",
-            reason=reason,
-        )
-    )
+    _record_retreat(graph, compiler, "eager", reason)
     timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering=compiler, ok=False, reason=reason))
     timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
     ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
