@@ -2,15 +2,29 @@
 
 import argparse
 import dataclasses
+import functools
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["Timing", "add_common_arguments", "interleave", "machine", "markdown_table"]
+__all__ = [
+    "Timing",
+    "add_common_arguments",
+    "geometric_mean",
+    "interleave",
+    "machine",
+    "markdown_table",
+    "peak_memory",
+    "relative_error",
+]
+
+# Calls in one turn by the device's clock: their launches have to fit into the device's queue behind the filler.
+QUEUED_CALLS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +49,7 @@ def interleave(
     rounds: int,
     seconds: float,
     device: str = "cpu",
+    clock: Literal["wall", "device"] = "wall",
 ) -> dict[str, Timing]:
     """Time candidates in turn, so that a drift of the machine meets all of them.
 
@@ -43,38 +58,112 @@ def interleave(
         rounds: how often each candidate has its turn; the order is reversed every other round.
         seconds: how long a turn lasts, about.
         device: device type to wait for before the clock is read.
+        clock: `wall` is what a user waits for. `device` is the time between two events on the device, whose queue was
+            filled before, so that the host's launches are hidden as they are in a model; a candidate that waits for
+            the device on its way empties the queue, and its host time is seen. On the CPU both are the same.
     """
-    calls = {name: _calls_for(function, seconds, device) for name, function in candidates.items()}
+    clocks = {name: _clock(function, device, clock) for name, function in candidates.items()}
+    calls = {name: _calls_for(clocks[name], seconds, clock) for name in candidates}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     gc.disable()
     try:
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
-                times[name].append(_time(candidates[name], calls[name], device))
+                times[name].append(clocks[name](calls[name]))
             gc.collect()
     finally:
         gc.enable()
     return {name: Timing(rounds=tuple(values)) for name, values in times.items()}
 
 
-def _calls_for(function: Callable[[], Any], seconds: float, device: str) -> int:
-    once = max(_time(function, 3, device), 1e-7)
-    return max(1, int(seconds / once))
+def _calls_for(timed: Callable[[int], float], seconds: float, clock: str) -> int:
+    calls = max(1, int(seconds / max(timed(3), 1e-7)))
+    return min(calls, QUEUED_CALLS) if clock == "device" else calls
 
 
-def _time(function: Callable[[], Any], calls: int, device: str) -> float:
-    _synchronize(device)
+def _clock(function: Callable[[], Any], device: str, clock: str) -> Callable[[int], float]:
+    """A function that makes a number of calls and returns the seconds of one."""
+    if clock == "device" and device == "cuda":
+        return _DeviceClock(function)
+
+    def wall(calls: int) -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        _synchronize(device)
+        return (time.perf_counter() - start) / calls
+
+    return wall
+
+
+class _DeviceClock:
+    """Times calls between two events, behind work that keeps the device busy while the host launches them."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.host = 0.0  # seconds that the host needs for one call; measured by the first turn
+
+    def __call__(self, calls: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if not self.host:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(3):
+                self.function()
+            self.host = (time.perf_counter() - began) / 3
+        filler, once = _filler()
+        torch.cuda.synchronize()
+        for _ in range(math.ceil(1.5 * self.host * calls / once) + 1):
+            filler.zero_()
+        start.record()
+        for _ in range(calls):
+            self.function()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+
+@functools.cache
+def _filler() -> tuple[torch.Tensor, float]:
+    """A GiB to write zeros to, and the seconds that this takes."""
+    buffer = torch.zeros(2**30, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    _synchronize(device)
-    return (time.perf_counter() - start) / calls
+    for _ in range(10):
+        buffer.zero_()
+    torch.cuda.synchronize()
+    return buffer, (time.perf_counter() - start) / 10
 
 
 def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def peak_memory(function: Callable[[], Any], device: str) -> float | None:
+    """GiB that one call allocates at most, above what lives before it; None where the device does not count."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def relative_error(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
+    """Norm of the difference over the norm of the references, all tensors taken as one vector."""
+    pairs = list(zip(values, references, strict=True))
+    difference = sum(float((value.to(reference.dtype) - reference).norm()) ** 2 for value, reference in pairs)
+    return math.sqrt(difference / sum(float(reference.norm()) ** 2 for _, reference in pairs))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean of ratios."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
 def machine(device: str) -> str:

@@ -1,14 +1,14 @@
 """The backend: `torch.compile(model, backend="omni")`.
 
 The way of a graph reads top to bottom in `omni`: capture, passes, autograd with placement and lowering of each part,
-and what to do if that fails.
+and what to do if that fails. Where a pass assumed something of the inputs, there are two of what follows the passes.
 """
 
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from omnicomp import passes
-from omnicomp._torch import aot, dynamo, inductor
+from omnicomp._torch import aot, dynamo, inductor, late
 from omnicomp._torch.fx import copy_module
 from omnicomp.costs import known_sizes
 from omnicomp.devices import Device, get_device, primary_device
@@ -33,7 +33,22 @@ from omnicomp.options import Policy, parse
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.records import distinct, replay
-from omnicomp.timeline import Attempt, Cache, Capture, Option, Ran, Reason, Retreat, Timeline, attach, current
+from omnicomp.speculation import Assumption
+from omnicomp.timeline import (
+    Attempt,
+    Cache,
+    Capture,
+    Event,
+    Option,
+    Ran,
+    Reason,
+    Retreat,
+    Speculation,
+    Timeline,
+    attach,
+    current,
+)
+from omnicomp.variants import ASSUMED, GENERAL, Checks, Variant, Variants
 
 __all__ = ["omni", "reset"]
 
@@ -65,22 +80,11 @@ def omni(
         raise dynamo.user_error(error) from None
     with dynamo.compile_lock:
         graph = _capture(gm, example_inputs, policy, options)
-        gm = _run_passes(gm, graph)
-        kept = copy_module(gm)
-        try:
-            with dynamo.leave_transforms_on_error():
-                compiled = _compile(gm, example_inputs, graph)
-        except dynamo.CONTROL_FLOW:
-            raise
-        except dynamo.GRAPH_BREAKS as error:
-            _record_graph_break(graph, error)
-            raise
-        except Exception as error:
-            if policy.on_error == "raise":
-                raise
-            compiled = _retreat_to_eager(kept, graph, error)
-        notify(graph.id, policy)
-        return compiled
+        original = copy_module(gm)
+        passed = _run_passes(gm, graph, speculate=_may_speculate(policy))
+        if passed.assumptions:
+            return _with_variants(passed, original, example_inputs, graph)
+        return _build(passed, example_inputs, graph)
 
 
 def reset() -> None:
@@ -103,6 +107,7 @@ class _Graph:
     modules: tuple[str, ...]
     sources: tuple[str, ...]
     sizes: dict[str, int]
+    capture: Capture
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
         """What the lowerings may know about one part."""
@@ -131,8 +136,9 @@ def _capture(gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Ma
     tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
     device = primary_device(t.device.type for t in tensors) if policy.device == "auto" else get_device(policy.device)
     training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+    id = timeline.next_graph()
     graph = _Graph(
-        id=timeline.next_graph(),
+        id=id,
         device=device,
         policy=policy,
         training=training,
@@ -140,10 +146,8 @@ def _capture(gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Ma
         modules=distinct(map(module_path, nodes)),
         sources=distinct(map(source_line, nodes)),
         sizes=known_sizes(inputs),
-    )
-    timeline.append(
-        Capture(
-            graph=graph.id,
+        capture=Capture(
+            graph=id,
             compile_id=dynamo.compile_id(),
             function=function_name(nodes),
             nodes=call_count(gm),
@@ -153,8 +157,9 @@ def _capture(gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Ma
             mode=policy.mode,
             options=dict(options or {}),
             versions={"torch": torch.__version__, "omnicomp": version()},
-        )
+        ),
     )
+    timeline.append(graph.capture)
     if inductor.freezing_requested(policy.inductor):
         _record_freezing(graph)
     return graph
@@ -177,12 +182,32 @@ def _record_freezing(graph: _Graph) -> None:
     )
 
 
-def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Passed:
+    """A graph behind the passes.
+
+    Attributes:
+        module: the graph.
+        assumptions: what it takes for granted of its inputs.
+        events: what the passes reported.
+    """
+
+    module: GraphModule
+    assumptions: tuple[Assumption, ...]
+    events: tuple[Event, ...]
+
+
+def _run_passes(gm: GraphModule, graph: _Graph, *, speculate: bool) -> _Passed:
     """Run the pipeline; a pass that raises costs its rewrites, not the user's program."""
     # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
     reported = Timeline()
     context = PassContext(
-        graph_id=graph.id, device=graph.device, policy=graph.policy, timeline=reported, training=graph.training
+        graph_id=graph.id,
+        device=graph.device,
+        policy=graph.policy,
+        timeline=reported,
+        training=graph.training,
+        speculate=speculate,
     )
     kept = copy_module(gm)
     try:
@@ -199,10 +224,112 @@ def _run_passes(gm: GraphModule, graph: _Graph) -> GraphModule:
             lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
         )
         _record_retreat(graph, "passes", "no passes", reason)
-        return kept
-    for event in reported:
+        return _Passed(module=kept, assumptions=(), events=())
+    return _Passed(module=gm, assumptions=tuple(context.assumptions), events=reported.events())
+
+
+def _may_speculate(policy: Policy) -> bool:
+    """Whether a variant can be compiled after Dynamo's compilation; with frozen weights it can't, as they are gone."""
+    return policy.speculate and late.is_tracing() and not inductor.freezing(policy.inductor)
+
+
+def _with_variants(passed: _Passed, original: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Callable[..., Any]:
+    """A variant that is right where the assumptions hold, and a general one; each compiled when a call needs it."""
+    try:
+        scene = late.keep_scene(inputs)
+    except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline
+        reason = Reason(
+            code="not_checkable",
+            by="speculation",
+            sentence=f"no second variant could be compiled later, so nothing is assumed: {first_line(error)}",
+            observed=type(error).__name__,
+            lever="report the error",
+        )
+        sentence = "; ".join(item.sentence for item in passed.assumptions)
+        current().append(
+            Speculation(graph=graph.id, state="stopped", variant=GENERAL, sentence=sentence, reason=reason)
+        )
+        return _build(_run_passes(original, graph, speculate=False), inputs, graph)
+    general = dataclasses.replace(
+        graph, id=f"{graph.id}:{GENERAL}", capture=dataclasses.replace(graph.capture, variant=GENERAL)
+    )
+    eager = copy_module(original)
+
+    def build_assumed(after_dynamo: bool) -> Callable[..., Any]:
+        return build(lambda: passed, graph, after_dynamo)
+
+    def build_general(after_dynamo: bool) -> Callable[..., Any]:
+        current().append(dataclasses.replace(general.capture, graph=general.id))
+        return build(lambda: _run_passes(original, general, speculate=False), general, after_dynamo)
+
+    def build(make: Callable[[], _Passed], variant: _Graph, after_dynamo: bool) -> Callable[..., Any]:
+        if not after_dynamo:
+            return _build(make(), inputs, variant)
+        compiled, sizes = late.compile_late(scene, lambda fakes: _build(make(), fakes, variant, after_dynamo=True))
+        return compiled if sizes.holds is None else _within_sizes(compiled, eager, sizes, variant)
+
+    variants = Variants(
+        checks=Checks(passed.assumptions, [node.name for node in original.graph.find_nodes(op="placeholder")]),
+        assumed=Variant(name=ASSUMED, graph=graph.id, build=build_assumed),
+        general=Variant(name=GENERAL, graph=general.id, build=build_general),
+        eager=eager,
+        timeline=current(),
+        on_cuda=any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs),
+    )
+    variants.compile_first(inputs)
+    return variants.__call__
+
+
+def _within_sizes(
+    compiled: Callable[..., Any], eager: Callable[..., Any], sizes: late.SizeGuards, graph: _Graph
+) -> Callable[..., Any]:
+    """Call what was compiled where it is right, and the graph itself for other sizes, which Dynamo's guards let in."""
+    compiler = "inductor" if _uses_inductor(graph) else "autograd"
+    reason = Reason(
+        code="capture_failed",
+        by="speculation",
+        sentence="a variant that was compiled late is right for some sizes only, and a call had others: they run eager",
+        needed=sizes.text,
+        lever="switch it off with options={'speculate': False}",
+    )
+    retreat = Once(lambda: _record_eager(graph, compiler, reason)())
+
+    def call(*args: Any) -> Any:
+        if sizes.holds is not None and sizes.holds(args):
+            return compiled(*args)
+        retreat()
+        return eager(*args)
+
+    return call
+
+
+def _build(passed: _Passed, inputs: Sequence[Any], graph: _Graph, *, after_dynamo: bool = False) -> Callable[..., Any]:
+    """Compile a graph behind the passes, or answer for the compiler's failure.
+
+    Args:
+        passed: the graph, which is consumed.
+        inputs: real or fake tensors and symbolic sizes, one a placeholder.
+        graph: what it belongs to.
+        after_dynamo: whether Dynamo's compilation is over, so that it can't be asked to break the graph any more.
+    """
+    for event in passed.events:
         current().append(event)
-    return gm
+    kept = copy_module(passed.module)
+    steering = () if after_dynamo else dynamo.CONTROL_FLOW
+    try:
+        with dynamo.leave_transforms_on_error():
+            compiled = _compile(passed.module, inputs, graph)
+    except steering:
+        raise
+    except Exception as error:
+        if not after_dynamo and isinstance(error, dynamo.GRAPH_BREAKS):
+            _record_graph_break(graph, error)
+            raise
+        if graph.policy.on_error == "raise":
+            raise
+        compiled = _retreat_to_eager(kept, graph, error)
+    notify(graph.id, graph.policy)
+    return compiled
 
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
@@ -264,7 +391,6 @@ def _uses_inductor(graph: _Graph) -> bool:
 
 def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
     """Run the graph as the passes left it, through torch's dispatcher."""
-    timeline = current()
     compiler = "inductor" if _uses_inductor(graph) else "autograd"
     reason = Reason(
         code="capture_failed",
@@ -274,11 +400,7 @@ def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
         source=graph.sources[0] if graph.sources else "",
         lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
     )
-    _record_retreat(graph, compiler, "eager", reason)
-    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering=compiler, ok=False, reason=reason))
-    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
-    ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
-    once = Once(lambda: timeline.append(ran))
+    once = _record_eager(graph, compiler, reason)
 
     def run(*args: Any) -> Any:
         result = gm(*args)
@@ -286,6 +408,16 @@ def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
         return result
 
     return dynamo.disable(run, reason="omnicomp runs this graph eagerly")
+
+
+def _record_eager(graph: _Graph, compiler: str, reason: Reason) -> Once:
+    """Record that the whole graph moved to eager; what is returned records that it ran there."""
+    timeline = current()
+    _record_retreat(graph, compiler, "eager", reason)
+    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering=compiler, ok=False, reason=reason))
+    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
+    ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
+    return Once(lambda: timeline.append(ran))
 
 
 def _digest(policy: Policy, device: Device) -> str:

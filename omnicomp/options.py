@@ -33,6 +33,8 @@ class Policy:
         disable_overrides: names of overrides to skip.
         on_error: `retreat` to the next lowering when one fails to build, or `raise`.
         max_builds: how many builds may be spent on finding the nodes that make a lowering fail.
+        speculate: whether a variant may be compiled for inputs that can't be proved, only checked at each call, such as
+            a padding mask that is full.
         device: `auto`, or the device type to choose passes and lowerings for.
         timeline: path of a JSON Lines file to write, with `%p` and `%r`; None for the environment's.
         summary: whether to log one line for each compiled graph of which a part fell back.
@@ -47,6 +49,7 @@ class Policy:
     disable_overrides: tuple[str, ...] = ()
     on_error: str = "retreat"
     max_builds: int = 24
+    speculate: bool = True
     device: str = "auto"
     timeline: str | None = None
     summary: bool = True
@@ -56,7 +59,7 @@ class Policy:
 
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
-        ignored = {"timeline", "summary", "verify", "inductor", "mode", "max_builds", "on_error"}
+        ignored = {"timeline", "summary", "verify", "inductor", "mode", "max_builds", "on_error", "speculate"}
         fields = (f.name for f in dataclasses.fields(self))
         return {name: getattr(self, name) for name in fields if name not in ignored}
 
@@ -164,6 +167,7 @@ _CHECKS: Final[dict[str, Any]] = {
     "disable_overrides": _names(None),
     "on_error": _choice(ON_ERROR),
     "max_builds": _positive,
+    "speculate": _boolean,
     "device": _device,
     "timeline": _path,
     "summary": _boolean,

@@ -7,9 +7,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["concrete", "fused_kernel", "is_static", "known_equal", "known_shape", "without_guards"]
+__all__ = [
+    "concrete",
+    "cudnn_first",
+    "fused_kernel",
+    "hint_of",
+    "is_static",
+    "known_equal",
+    "known_shape",
+    "without_guards",
+]
 
 
 class _Recorder(TorchDispatchMode):
@@ -42,6 +52,19 @@ def fused_kernel(call: Callable[[], torch.Tensor]) -> str:
     return recorder.kernels[0] if recorder.kernels else ""
 
 
+@contextlib.contextmanager
+def cudnn_first() -> Generator[None]:
+    """Prefer cuDNN's kernel in `scaled_dot_product_attention`, and the others in torch's usual order after it."""
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    with sdpa_kernel(order, set_priority=True):
+        yield
+
+
 def concrete(value: Any) -> Any:
     """A stand-in with the sizes seen at compile time, so that looking at it adds no guard; inside `fused_kernel`.
 
@@ -49,10 +72,10 @@ def concrete(value: Any) -> Any:
         ValueError: a size is not known (it depends on data).
     """
     if isinstance(value, torch.SymInt | torch.SymFloat):
-        return _hint(value)
+        return hint_of(value)
     if not isinstance(value, torch.Tensor):
         return value
-    shape, stride = [_hint(n) for n in value.shape], [_hint(n) for n in value.stride()]
+    shape, stride = [hint_of(n) for n in value.shape], [hint_of(n) for n in value.stride()]
     made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     return made.requires_grad_(value.requires_grad)
 
@@ -81,7 +104,12 @@ def without_guards(value: torch.Tensor) -> Generator[None]:
         yield
 
 
-def _hint(value: Any) -> Any:
+def hint_of(value: Any) -> Any:
+    """A size as it was seen at compile time; adds no guard.
+
+    Raises:
+        ValueError: it was not seen (it depends on data).
+    """
     if not isinstance(value, torch.SymInt | torch.SymFloat):
         return value
     hint = value.node.hint

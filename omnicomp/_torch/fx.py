@@ -33,7 +33,8 @@ def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 def copy_module(module: GraphModule) -> GraphModule:
     """Copy a graph and the graphs that its higher-order operators call; parameters and constants are shared.
 
-    Metadata is copied one level deep: passes may set keys of a node without touching the original's.
+    Metadata is copied one level deep: passes may set keys of a node without touching the original's. What Dynamo says
+    about the inputs outside of the metadata comes along, as AOTAutograd reads from it which inputs are static.
     """
     graph = torch.fx.Graph(tracer_cls=module.graph._tracer_cls)
     values: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -41,6 +42,8 @@ def copy_module(module: GraphModule) -> GraphModule:
         copy = graph.node_copy(node, values.__getitem__)
         copy.name = node.name
         copy.meta = dict(node.meta)
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
         values[node] = copy
     graph._codegen = module.graph._codegen
     root: dict[str, Any] = {}
@@ -52,6 +55,9 @@ def copy_module(module: GraphModule) -> GraphModule:
             root[node.target] = copy_module(value) if isinstance(value, GraphModule) else value
     result = GraphModule(root, graph, module.__class__.__name__)
     result.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(module, name):
+            setattr(result, name, getattr(module, name))
     result.train(module.training)
     return result
 

@@ -44,6 +44,7 @@ __all__ = [
     "external_kernels",
     "failing_node",
     "fallback_random",
+    "freezing",
     "freezing_requested",
     "has_inductor",
     "is_missing_tool",
@@ -82,6 +83,11 @@ def config_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def freezing_requested(patches: Mapping[str, Any]) -> bool:
     """Whether freezing was asked for by option while the global config, which Dynamo reads, has it off."""
     return bool(patches.get("freezing")) and not torch._inductor.config.freezing
+
+
+def freezing(patches: Mapping[str, Any]) -> bool:
+    """Whether weights become constants of the compiled code."""
+    return bool(patches.get("freezing", torch._inductor.config.freezing)) or torch._inductor.config.freezing
 
 
 def fallback_random(patches: Mapping[str, Any]) -> bool:

@@ -1,5 +1,36 @@
 """Symbolic sizes."""
 
+from typing import Any
+
+import sympy
+import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols, free_unbacked_symbols
 
-__all__ = ["GuardOnDataDependentSymNode", "free_symbols", "free_unbacked_symbols"]
+__all__ = ["GuardOnDataDependentSymNode", "expression", "free_symbols", "free_unbacked_symbols", "known_range"]
+
+
+def expression(value: Any) -> Any:
+    """A number of the graph as a plain one, or as a SymPy expression if it is symbolic; adds no guard.
+
+    Args:
+        value: a Python number or bool, or a `torch.SymInt`, `torch.SymFloat` or `torch.SymBool`.
+
+    Returns:
+        The value itself if it is a Python number; an int, float or bool if the symbolic number is known to be one
+        value; else its expression in the symbols of its shape environment.
+    """
+    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value
+    found: Any = value.node.expr
+    if isinstance(value, torch.SymInt):
+        return int(found) if found.is_Integer else found
+    if isinstance(value, torch.SymFloat):
+        return float(found) if found.is_number else found
+    return bool(found) if found in (sympy.true, sympy.false) else found
+
+
+def known_range(value: torch.SymInt, expr: sympy.Expr) -> tuple[int | None, int | None]:
+    """What the shape environment of `value` knows about `expr`: smallest and largest value, or None; adds no guard."""
+    bounds: Any = value.node.shape_env.bound_sympy(expr)
+    lower, upper = (int(end) if getattr(end, "is_Integer", False) else None for end in (bounds.lower, bounds.upper))
+    return lower, upper

@@ -18,6 +18,7 @@ from omnicomp.timeline import (
     Ran,
     Retreat,
     Rewrite,
+    Speculation,
     Subgraph,
 )
 
@@ -99,6 +100,7 @@ class _Graph:
         self.passes: list[PassRun] = []
         self.rewrites: list[Rewrite] = []
         self.near_misses: list[NearMiss] = []
+        self.speculations: list[Speculation] = []
         self.placements: dict[str, Placement] = {}
         self.rows: dict[str, _Row] = {}
         self.attempts: list[Attempt] = []
@@ -116,6 +118,8 @@ class _Graph:
             self.rewrites.append(event)
         elif isinstance(event, NearMiss):
             self.near_misses.append(event)
+        elif isinstance(event, Speculation):
+            self.speculations.append(event)
         elif isinstance(event, Placement):
             self.placements[event.part] = event
         elif isinstance(event, Subgraph):
@@ -178,6 +182,7 @@ class _Graph:
             nodes=capture.nodes,
             device=capture.device,
             mode=capture.mode,
+            variant=capture.variant,
             training=capture.training,
             dynamic=capture.dynamic,
             options=dict(capture.options),
@@ -186,6 +191,7 @@ class _Graph:
             passes=tuple(self.passes),
             rewrites=tuple(self.rewrites),
             near_misses=tuple(self.near_misses),
+            speculations=tuple(self.speculations),
             parts=tuple(parts),
             attempts=tuple(a for a in self.attempts if a.subgraph not in self.rows),
             retreats=tuple(self.retreats),

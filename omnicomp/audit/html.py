@@ -20,7 +20,7 @@ _KNOWN: Final = ("inductor", "override", "eager")
 def to_html(audit: Audit) -> str:
     """The whole page."""
     body = [_header(audit), _graphs(audit), _subgraphs(audit), _reasons(audit), _attention(audit)]
-    body += [_passes(audit), _options(audit), _caches(audit)]
+    body += [_speculations(audit), _passes(audit), _options(audit), _caches(audit)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -122,7 +122,8 @@ def _lines(values: Iterable[str]) -> str:
 def _graphs(audit: Audit) -> str:
     def body() -> Iterator[str]:
         for graph in audit.graphs:
-            traits = [trait for trait, on in (("training", graph.training), ("dynamic", graph.dynamic)) if on]
+            known = {"training": graph.training, "dynamic": graph.dynamic, graph.variant: bool(graph.variant)}
+            traits = [trait for trait, on in known.items() if on]
             versions = ", ".join(f"{name} {version}" for name, version in graph.versions.items())
             placed = _lines(
                 f"{_e(part.name or 'whole graph')}: {_e(rows.counts(part.placement))}"
@@ -222,6 +223,15 @@ def _attention(audit: Audit) -> str:
 
     title = f"Attention: {len(sites.fused)} of {plural(sites.total, 'site')} fused"
     return _table(title, ("site", "module", "verdict", "detail"), body())
+
+
+def _speculations(audit: Audit) -> str:
+    body = (
+        _tr(_code(graph.id), *map(_e, rows.speculation(event)))
+        for graph in audit.graphs
+        for event in graph.speculations
+    )
+    return _table("Speculation", ("graph", "assumed", "state", "variant", "detail"), body)
 
 
 def _passes(audit: Audit) -> str:

@@ -10,7 +10,19 @@ from typing import Any, Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from omnicomp.timeline import Attempt, Cache, NearMiss, NodePlacement, Option, PassRun, Ran, Reason, Retreat, Rewrite
+from omnicomp.timeline import (
+    Attempt,
+    Cache,
+    NearMiss,
+    NodePlacement,
+    Option,
+    PassRun,
+    Ran,
+    Reason,
+    Retreat,
+    Rewrite,
+    Speculation,
+)
 
 __all__ = ["AUDIT_SCHEMA", "Audit", "Fallback", "GraphAudit", "PartAudit", "Sites", "SubgraphAudit"]
 
@@ -133,6 +145,7 @@ class GraphAudit:
         nodes: operators that Dynamo captured.
         device: the device that it was compiled for.
         mode: torch.compile's mode.
+        variant: `general` for the variant without assumptions of a graph that was compiled on some; empty otherwise.
         training: whether any input requires grad.
         dynamic: whether any input has a symbolic size.
         options: what the user passed.
@@ -141,6 +154,7 @@ class GraphAudit:
         passes: passes that ran or were skipped, in order.
         rewrites: places that passes rewrote.
         near_misses: candidates that passes left alone.
+        speculations: what was assumed of its inputs, and what became of it.
         parts: what autograd made of it.
         attempts: tries to build the graph as a whole, or ids that no subgraph has.
         retreats: from the passes, and of parts that were cut anew; a subgraph's own retreats are in its row.
@@ -153,6 +167,7 @@ class GraphAudit:
     nodes: int = 0
     device: str = ""
     mode: str = "default"
+    variant: str = ""
     training: bool = False
     dynamic: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -161,6 +176,7 @@ class GraphAudit:
     passes: tuple[PassRun, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
+    speculations: tuple[Speculation, ...] = ()
     parts: tuple[PartAudit, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     retreats: tuple[Retreat, ...] = ()
@@ -260,10 +276,12 @@ class Audit:
 
     @property
     def sites(self) -> Sites:
-        """The attention sites of all graphs."""
+        """The attention sites of all graphs; those that two variants of a graph share are counted once."""
+        passed = {graph.id for graph in self.graphs if graph.passes}
+        counted = [g for g in self.graphs if not g.variant or g.id.replace(f":{g.variant}", "") not in passed]
         return Sites(
-            fused=tuple(r for g in self.graphs for r in g.rewrites if r.kind == "attention"),
-            near_misses=tuple(m for g in self.graphs for m in g.near_misses if m.kind == "attention"),
+            fused=tuple(r for g in counted for r in g.rewrites if r.kind == "attention"),
+            near_misses=tuple(m for g in counted for m in g.near_misses if m.kind == "attention"),
         )
 
     @property

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Final
 
 from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
 from omnicomp.audit.summary import plural, short_source
-from omnicomp.timeline import NearMiss, PassRun, Reason
+from omnicomp.timeline import NearMiss, PassRun, Reason, Speculation
 
 __all__ = [
     "ReasonRow",
@@ -19,6 +20,7 @@ __all__ = [
     "printable",
     "reason_rows",
     "reason_text",
+    "speculation",
     "status",
     "what",
     "with_lever",
@@ -98,6 +100,7 @@ def graph_line(graph: GraphAudit) -> str:
         f"compile id {graph.compile_id}" if graph.compile_id else "",
         f"device {graph.device}" if graph.device else "",
         "" if graph.mode == "default" else f"mode {graph.mode}",
+        f"the {graph.variant} variant" if graph.variant else "",
         "training" if graph.training else "",
         "dynamic shapes" if graph.dynamic else "",
         plural(graph.nodes, "operator"),
@@ -163,6 +166,25 @@ def near_miss_text(miss: NearMiss) -> str:
 def pass_result(run: PassRun) -> str:
     """What a pass did to the graph."""
     return "changed the graph" if run.modified else "no change" if run.applied else "skipped"
+
+
+_STATES: Final = {
+    "assumed": "checked at each call",
+    "held": "held in a call",
+    "failed": "did not hold in a call",
+    "compiled": "compiled",
+    "stopped": "not checked any more",
+    "captured": "could not be checked",
+}
+
+
+def speculation(event: Speculation) -> tuple[str, str, str, str]:
+    """What was assumed, what became of it, the variant, and more."""
+    inputs = f"reads {', '.join(event.inputs)}" if event.inputs else ""
+    saves = f"saves {event.saves}" if event.saves else ""
+    why = with_lever(event.reason) if event.reason else ""
+    detail = "; ".join(piece for piece in (saves, inputs, why) if piece)
+    return event.sentence, _STATES.get(event.state, event.state), event.variant, detail
 
 
 def basis_note(audit: Audit) -> str:

@@ -31,7 +31,7 @@ def renderables(audit: Audit) -> Iterator[RenderableType]:
     yield _text(audit.summary(), "bold red" if audit.mismatches else "bold")
     for graph in audit.graphs:
         yield _text(rows.graph_line(graph))
-    tables = (_subgraphs, _reasons, _attention, _passes, _options, _caches)
+    tables = (_subgraphs, _reasons, _attention, _speculations, _passes, _options, _caches)
     for make in tables:
         table = make(audit)
         if table.row_count:
@@ -108,6 +108,14 @@ def _attention(audit: Audit) -> Table:
     for miss in sites.near_misses:
         place = f"{miss.graph} {miss.node} {short_source(miss.source)}"
         table.add_row(_text(place), _text(miss.module), _text("left alone", "yellow"), _text(rows.near_miss_text(miss)))
+    return table
+
+
+def _speculations(audit: Audit) -> Table:
+    table = _table("Speculation", "graph", "assumed", "state", "variant", "detail")
+    for graph in audit.graphs:
+        for event in graph.speculations:
+            table.add_row(_text(graph.id), *map(_text, rows.speculation(event)))
     return table
 
 

@@ -25,6 +25,7 @@ from omnicomp.devices import Device
 from omnicomp.errors import PassError
 from omnicomp.graphs import module_path, op_name, source_line, submodules
 from omnicomp.options import Policy
+from omnicomp.speculation import Assumption
 from omnicomp.timeline import NearMiss, PassRun, Reason, Rewrite, Timeline
 
 __all__ = ["Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
@@ -40,6 +41,11 @@ class PassContext:
         policy: the user's options.
         timeline: where rewrites and near misses are recorded.
         training: whether the graph will be differentiated.
+        speculate: whether a pass may rewrite as if something were so that can be checked when the graph is called; it
+            says what by `assume`.
+        assumptions: what passes assumed so far.
+        root: the whole graph, which `run_pipeline` sets; a pass is run on the graphs inside it, too.
+        memo: what a pass keeps from one of these graphs to the next; empty when it starts.
     """
 
     graph_id: str
@@ -47,7 +53,22 @@ class PassContext:
     policy: Policy
     timeline: Timeline
     training: bool
+    speculate: bool = False
+    assumptions: list[Assumption] = dataclasses.field(default_factory=list[Assumption])
+    root: GraphModule | None = None
+    memo: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter[str])
+
+    def assume(self, assumption: Assumption) -> None:
+        """Record that the graph is now right only where the assumption holds; a repeated one is kept once.
+
+        Raises:
+            PassError: the context does not allow to speculate.
+        """
+        if not self.speculate:
+            raise PassError(f"a pass assumed that {assumption.sentence}, but the graph may not be speculated on")
+        if all(assumption.key != known.key for known in self.assumptions):
+            self.assumptions.append(assumption)
 
     def rewrite(self, name: str, kind: str, node: Node, *, target: str, detail: str = "") -> None:
         """Record that the pass `name` rewrote the place anchored at `node`."""
@@ -128,6 +149,7 @@ def run_pipeline(passes: Sequence[Pass], module: GraphModule, context: PassConte
         PassError: a pass reported `modified` wrongly, or left a graph that does not lint or (with the option
             `verify`) does not run on fake tensors with the shapes and dtypes that it had.
     """
+    context.root = module
     changed = False
     for item in passes:
         changed |= _run_pass(item, module, context)
@@ -141,6 +163,7 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext) -> bool:
     start = time.perf_counter()
     before = _count(module)
     applied = modified = False
+    context.memo.clear()
     for region in _regions(module):
         if not item.applies(region, context):
             continue

@@ -17,6 +17,7 @@ from omnicomp.timeline.events import (
     Ran,
     Retreat,
     Rewrite,
+    Speculation,
     Subgraph,
 )
 from omnicomp.timeline.levels import backend_timeline as _levels
@@ -43,6 +44,7 @@ __all__ = [
     "Retreat",
     "Rewrite",
     "Sink",
+    "Speculation",
     "Subgraph",
     "Timeline",
     "attach",

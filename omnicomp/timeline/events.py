@@ -6,7 +6,8 @@ the class. `docs/timeline.md` lists them. A reader ignores unknown fields and un
 
 Ids: a Dynamo graph is `g0`, `g1`, … in the order of capture; what autograd makes of it is a *part*
 (`g0.forward`, `g0.backward`, `g0.inference`); a subgraph of it is `g0.forward.0`; an override call inside a
-subgraph is `g0.forward.0/softmax_topk`.
+subgraph is `g0.forward.0/softmax_topk`. Where a graph was compiled on an assumption, the variant that needs none is
+`g0:general`.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ __all__ = [
     "Ran",
     "Retreat",
     "Rewrite",
+    "Speculation",
     "Subgraph",
     "event_from_dict",
 ]
@@ -76,6 +78,7 @@ class Capture(Event):
         training: whether any input requires grad while grad mode is on.
         dynamic: whether any input has a symbolic size.
         mode: torch.compile's mode.
+        variant: `general` for the variant that needs no assumption of a graph that has one that does; empty otherwise.
         options: what the user passed, as given.
         versions: `{"torch": …, "omnicomp": …}`.
     """
@@ -87,6 +90,7 @@ class Capture(Event):
     training: bool = False
     dynamic: bool = False
     mode: str = "default"
+    variant: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     versions: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -307,9 +311,37 @@ class Cache(Event):
     note: str = ""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation(Event):
+    """Something was assumed of a graph's inputs, and what became of it.
+
+    Attributes:
+        state: `assumed`: a variant is right only where it holds, and every call checks. `held`, `failed`: what the
+            first call saw in which all, or not all, held. `compiled`: the variant was. `stopped`: nothing is checked
+            any more, and the general variant runs. `captured`: a call could neither check nor compile.
+        variant: `assumed` or `general`: the one that is meant, or that runs.
+        sentence: what was assumed.
+        inputs: placeholders that the check reads; only where the state is `assumed`.
+        saves: what the assumption saves, likewise.
+        source: `file:line` of what was assumed something of, likewise.
+        reason: why nothing is checked.
+    """
+
+    state: str
+    variant: str
+    sentence: str = ""
+    inputs: tuple[str, ...] = ()
+    saves: str = ""
+    source: str = ""
+    reason: Reason | None = None
+
+
 EVENT_TYPES: Final[dict[str, type[Event]]] = {
     cls.type: cls
-    for cls in (Capture, Option, PassRun, Rewrite, NearMiss, Placement, Subgraph, Attempt, Retreat, Ran, Cache)
+    for cls in (
+        *(Capture, Option, PassRun, Rewrite, NearMiss, Speculation),
+        *(Placement, Subgraph, Attempt, Retreat, Ran, Cache),
+    )
 }
 
 

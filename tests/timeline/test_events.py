@@ -23,6 +23,7 @@ from omnicomp.timeline import (
     Reason,
     Retreat,
     Rewrite,
+    Speculation,
     Subgraph,
 )
 from omnicomp.timeline.events import event_from_dict
@@ -34,6 +35,7 @@ EVENTS: list[Event] = [
     PassRun(graph="g0", name="p", seconds=0.5, node_diff={"aten.mm.default": -1}),
     Rewrite(graph="g0", name="p", kind="attention", node="n"),
     NearMiss(graph="g0", name="p", kind="attention", node="n", reason=WHY),
+    Speculation(graph="g0", state="stopped", variant="general", sentence="it is full", inputs=("x",), reason=WHY),
     Placement(
         graph="g0",
         part="forward",

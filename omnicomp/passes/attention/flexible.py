@@ -1,0 +1,160 @@
+"""An attention as FlexAttention: for scores that go through a function, and for masks that leave out whole blocks."""
+
+from typing import Any, Final
+
+import torch
+
+from omnicomp._torch.attention import hint_of
+from omnicomp.graphs import fake_value
+from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
+from omnicomp.passes.attention.form import Form
+from omnicomp.passes.attention.masking import Masking
+from omnicomp.passes.attention.match import axes_in
+from omnicomp.passes.attention.operands import visible
+from omnicomp.passes.attention.sdpa import Variant, finish, parts
+from omnicomp.passes.attention.session import Attempt, Chosen
+from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step
+from omnicomp.passes.attention.terms import Apply, Read, Scores, Term, flat, leaves
+
+__all__ = ["flex_pays", "insert"]
+
+# Pairs of a query and a key from which a mask made of blocks is faster than one read element by element.
+_SPARSE_PAIRS: Final = 4096 * 4096
+# The same for a bias that is computed from indices instead of being read.
+_COMPUTED_PAIRS: Final = 1024 * 1024
+
+
+def flex_pays(site: Site, form: Form, masking: Masking) -> bool:
+    """Whether FlexAttention is faster than `scaled_dot_product_attention` with a dense mask, where both can be had."""
+    if (
+        site.fake().device.type != "cuda"
+        or not form.mask
+        or (masking.is_causal or (masking.is_full and not masking.biases))
+    ):
+        return False
+    pairs = 1
+    for axis in flat((*site.queries, *site.keys)):
+        pairs *= hint_of(axis.size)
+    if masking.biases:
+        return pairs >= _COMPUTED_PAIRS and all(_computed(step, site) for step in masking.biases)
+    return pairs >= _SPARSE_PAIRS and masking.mask is not None and masking.mask.name != "unknown"
+
+
+def _computed(step: Step, site: Site) -> bool:
+    """Whether no element is read that differs between queries and keys at once, and none is trained."""
+    if not isinstance(step, Add):
+        return False
+    for leaf in leaves(step.term):
+        if isinstance(leaf, Read):
+            axes = axes_in(leaf)
+            if (axes & set(flat(site.queries)) and axes & set(flat(site.keys))) or leaf.value.fake.requires_grad:
+                return False
+    return True
+
+
+def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen | None:
+    """Insert FlexAttention for a site.
+
+    Raises:
+        MatchEnded: it can't say this attention.
+    """
+    session = attempt.session
+    bare = Form(scale=form.scale, factors=form.factors, mask=[], batch=form.batch, heads=form.heads, shared=form.shared)
+    made = parts(site, bare, Variant(grouped=bool(form.shared)), attempt.builder, session.reader, session.shared)
+    batch, heads, queries, keys = form.groups(site)
+    training = bool(site.fake().requires_grad)
+    keep = (
+        None
+        if masking.keep is None or masking.is_full
+        else visible(masking.keep, session.trace, session.reader, site.output)
+    )
+    score = _score(site, form, masking)
+    score = None if score is None else visible(score, session.trace, session.reader, site.output)
+    rows = masking.mask is None or masking.is_full or masking.mask.rows_nonempty
+    if (masking.keep is not None and keep is None and not masking.is_full) or (not rows and not masking.finite):
+        raise _ended(site, "the mask is not a function that FlexAttention can call", masking.name)
+    spec = FlexSpec(
+        query=made.query,
+        key=made.key,
+        value=made.value,
+        scale=form.scale,
+        score=score,
+        keep=keep,
+        batch=flat(batch),
+        heads=flat(heads),
+        query_axes=flat(queries),
+        key_axes=flat(keys),
+        leaf=attempt.holder,
+        training=training,
+    )
+    why = unsupported(spec, dropout=site.dropout)
+    if why is not None:
+        raise _ended(site, why, masking.name or "no mask")
+    fused, _ = insert_flex(session.module, site.output, spec, session.blocks)
+    if not rows and keep is not None:
+        fused = _average_empty_rows(site, form, masking, made.value, keep, fused, attempt)
+    fused = finish(site, form, fused, made, attempt.builder)
+    words = [f"scale={form.scale:g}"]
+    if score is not None:
+        words.append("score: " + ", ".join(_words(site)))
+    if keep is not None:
+        words.append(f"block mask ({masking.mask.name if masking.mask else ''})")
+    return attempt.keep(form, fused, target="flex_attention", detail=", ".join(words))
+
+
+def _ended(site: Site, sentence: str, observed: str) -> MatchEnded:
+    return MatchEnded(
+        site.softmax.node,
+        sentence,
+        observed=observed,
+        needed="FlexAttention on this device",
+        lever="use scale, mask and bias only",
+        code="not_profitable",
+    )
+
+
+def _score(site: Site, form: Form, masking: Masking) -> Term | None:
+    """What goes into the softmax, without the steps that only hide keys; None if that is the scaled product."""
+    if site.steps is None:
+        return site.score
+    if not any(isinstance(step, Function) for step in site.steps) and form.mask:
+        total: Term = Scores(dtype=torch.float32)
+        for step in masking.biases:
+            total = _stepped(total, step)
+        return total if masking.biases else None
+    if not form.mask and all(isinstance(step, Scale) for step in site.steps) and form.scale != site.scale:
+        return None
+    return site.score
+
+
+def _stepped(term: Term, step: Step) -> Term:
+    if isinstance(step, Add):
+        other = (
+            step.term if step.term.dtype == torch.float32 else Apply(dtype=torch.float32, op="cast", args=(step.term,))
+        )
+        return Apply(dtype=torch.float32, op="sub" if step.negative else "add", args=(term, other))
+    raise ValueError(f"{type(step).__name__} is not a bias")
+
+
+def _words(site: Site) -> list[str]:
+    if site.steps is None:
+        return ["arithmetic of elements"]
+    names = {Function: "", Add: "bias", Fill: "fill", Floor: "clamp", Scale: "scale"}
+    found = [step.op if isinstance(step, Function) else names[type(step)] for step in site.steps]
+    return list(dict.fromkeys(found))
+
+
+def _average_empty_rows(
+    site: Site, form: Form, masking: Masking, value: Any, keep: Term, fused: Any, attempt: Attempt
+) -> Any:
+    """Rows without a key share equally in eager, where one finite minimum swallows all scores, and are zero here."""
+    groups, call = form.groups(site), attempt.call
+    made = attempt.builder.term(keep, groups, fake_value(fused).device)
+    empty = call(torch.logical_not, (call(torch.any, (made,), {"dim": -1, "keepdim": True}),))
+    mean = call(torch.mean, (value,), {"dim": -2, "keepdim": True})
+    if form.shared:
+        copies = 1
+        for axis in form.shared:
+            copies *= hint_of(axis.size)
+        mean = call(torch.repeat_interleave, (mean, copies), {"dim": 1})
+    return call(torch.where, (empty, mean, fused))

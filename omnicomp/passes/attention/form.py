@@ -1,0 +1,222 @@
+"""What a fused kernel must be told about the scores: a scale, and a mask that is added to them."""
+
+import dataclasses
+import math
+from typing import Any, Final
+
+import torch
+
+from omnicomp.passes.attention.match import axes_in
+from omnicomp.passes.attention.reader import Reader
+from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Scale, Site, Step
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat, leaves
+from omnicomp.passes.attention.trace import Value
+
+__all__ = ["SWALLOWS", "Form", "dense_form", "is_finite", "number", "open_form"]
+
+# A number below this swallows, when it is added, scores of any usual size.
+SWALLOWS: Final = -1e8
+
+
+@dataclasses.dataclass(kw_only=True)
+class Form:
+    """Scores as `scale * factors * (q . k) + mask`.
+
+    Attributes:
+        scale: a number.
+        factors: other factors, which depend on batch axes only.
+        mask: the steps that make the mask from zero, in order.
+        heads: how many of the last axes of `Site.batch`, as ordered in `batch`, are heads.
+        batch: the axes of batches and heads; those that keys and values lack come last.
+        shared: the axes that keys and values lack: grouped heads.
+    """
+
+    scale: float
+    factors: list[Scale]
+    mask: list[Step]
+    batch: tuple[Axis, ...]
+    heads: int
+    shared: tuple[Axis, ...]
+
+    def groups(self, site: Site) -> tuple[tuple[Axis, ...], ...]:
+        """The axes of the four dimensions of the scores: batch, heads, queries, keys."""
+        cut = len(self.batch) - self.heads
+        return self.batch[:cut], self.batch[cut:], site.queries, site.keys
+
+
+def number(term: Term) -> float | None:
+    """The number that a term is everywhere, behind casts that keep it."""
+    while isinstance(term, Apply) and term.op == "cast":
+        term = term.args[0]
+    if isinstance(term, Number) and isinstance(term.value, int | float):
+        return float(term.value)
+    return None
+
+
+def dense_form(site: Site) -> Form:
+    """Read the steps as a scale and a mask.
+
+    Raises:
+        MatchEnded: they are something else.
+    """
+    if site.steps is None:
+        raise _ended(site, "the scores are used twice before the softmax", "one use")
+    scale, factors, mask = site.scale, list(site.factors), list[Step]()
+    queries_and_keys = {*flat(site.queries), *flat(site.keys)}
+    for step in site.steps:
+        if isinstance(step, Scale):
+            constant = number(step.term)
+            if constant is not None:
+                if not math.isfinite(constant) or constant == 0:
+                    raise _ended(site, "the scale is not a finite number other than zero", "a finite scale")
+                scale = scale / constant if step.divide else scale * constant
+            elif axes_in(step.term) & queries_and_keys:
+                raise _ended(site, "the scale differs between queries or keys", "one value for each head")
+            else:
+                factors.append(step)
+            if mask:
+                mask.append(step)
+        elif isinstance(step, Fill):
+            value = number(step.value)
+            if value is None or not _absorbs(value, step.value.dtype):
+                raise MatchEnded(
+                    site.softmax.node,
+                    "the filled value does not absorb every score, therefore adding it is not the same as filling",
+                    observed="a fill that is no number" if value is None else f"fill={value:g}",
+                    needed="torch.finfo(scores.dtype).min, or -inf",
+                    lever="fill with torch.finfo(scores.dtype).min",
+                    code="not_equal",
+                )
+            mask.append(step)
+        elif isinstance(step, Add | Floor):
+            if isinstance(step, Floor) and not _absorbs(step.value, torch.float32):
+                raise _ended(
+                    site, "the scores are clamped", "a bound that no score reaches", f"clamp(min={step.value})"
+                )
+            mask.append(step)
+        else:
+            raise _ended(
+                site,
+                f"the scores go through {step.op}, which scaled_dot_product_attention does not know",
+                "scale, mask and bias, or FlexAttention on this device",
+                step.op,
+            )
+    # The softmax does not see what is the same for all keys. A parameter that is added keeps its gradient of zeros.
+    while mask and isinstance(last := mask[-1], Add) and not axes_in(last.term) & set(flat(site.keys)):
+        if site.fake().requires_grad and not _is_maximum(last.term):
+            break
+        mask.pop()
+    batch, shared = _ordered(site)
+    form = Form(scale=scale, factors=factors, mask=mask, batch=batch, heads=0, shared=shared)
+    form.heads = _heads(site, form)
+    return form
+
+
+def open_form(site: Site) -> Form:
+    """The form of scores that are not read as scale and mask."""
+    batch, shared = _ordered(site)
+    form = Form(scale=site.scale, factors=list(site.factors), mask=[], batch=batch, heads=0, shared=shared)
+    form.heads = _heads(site, form)
+    return form
+
+
+def _ended(site: Site, sentence: str, needed: str, observed: str = "") -> MatchEnded:
+    return MatchEnded(site.softmax.node, sentence, needed=needed, observed=observed or "arithmetic on the scores")
+
+
+def _is_maximum(term: Term) -> bool:
+    """Whether a term is a number, or a row's maximum, which nothing is trained through."""
+    while isinstance(term, Apply) and term.op == "cast":
+        term = term.args[0]
+    if isinstance(term, Read) and term.value.op is not None:
+        return term.value.op.name in ("amax", "max", "logsumexp", "detach")
+    return isinstance(term, Number)
+
+
+def _absorbs(value: float, dtype: torch.dtype) -> bool:
+    return value <= (torch.finfo(dtype).min if dtype == torch.float16 else SWALLOWS)
+
+
+def _ordered(site: Site) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    held = {axis for o in (site.key, site.value) for position in o.at for axis in position.flat()}
+    batch = flat(site.batch)
+    shared = tuple(axis for axis in batch if axis not in held)
+    return (*(axis for axis in batch if axis in held), *shared), shared
+
+
+def _heads(site: Site, form: Form) -> int:
+    """Where to part batches from heads: where the mask need not be expanded for a part of either."""
+    batch, least = form.batch, len(form.shared)
+    usual = min(len(batch), least + 1) if len(batch) > least else least
+    if len(batch) == least and least:
+        usual = least
+    if len(batch) <= 1 + least:
+        # One axis: heads of a single batch, so that a mask for each head has its dimension.
+        return usual
+    used = {axis for step in form.mask for axis in _axes(step)}
+    best, cost = usual, _expansion(batch, usual, used)
+    for heads in range(least, len(batch) + 1):
+        if (other := _expansion(batch, heads, used)) < cost:
+            best, cost = heads, other
+    return best
+
+
+def _axes(step: Step) -> set[Axis]:
+    if isinstance(step, Fill):
+        return axes_in(step.condition)
+    return axes_in(step.term) if isinstance(step, Add | Scale) else set()
+
+
+def _expansion(batch: tuple[Axis, ...], heads: int, used: set[Axis]) -> int:
+    """By how much the mask must be copied."""
+    cut = len(batch) - heads
+    copies = 1
+    for group in (batch[:cut], batch[cut:]):
+        if any(axis in used for axis in group):
+            for axis in group:
+                copies *= 1 if axis in used else axis.size if isinstance(axis.size, int) else 16
+    return copies
+
+
+def is_finite(term: Term, reader: Reader) -> bool:
+    """Whether a mask is known to hold no -inf: it is made of numbers that are not, or of trained parameters."""
+    if isinstance(term, Number):
+        return math.isfinite(term.value) if isinstance(term.value, int | float) else False
+    if isinstance(term, Apply):
+        if term.op in ("cast", "add", "sub", "neg", "where", "maximum", "minimum", "tanh", "sigmoid", "mul", "abs"):
+            return all(is_finite(a, reader) or a.dtype == torch.bool for a in term.args) and _in_range(term)
+        return False
+    if isinstance(term, Read):
+        if _only_parameters(term.value, set()):
+            return True
+        inner = reader.define(term)
+        return inner is not None and is_finite(inner, reader)
+    return True
+
+
+def _in_range(term: Apply) -> bool:
+    """Whether the numbers of a term do not add up beyond the range of its dtype."""
+    numbers = [abs(float(leaf.value)) for leaf in leaves(term) if isinstance(leaf, Number)]
+    huge = [n for n in numbers if n > torch.finfo(torch.float16).max]
+    if not term.dtype.is_floating_point:
+        return True
+    return (
+        term.op in ("where", "maximum", "minimum") and all(n <= torch.finfo(term.dtype).max for n in huge)
+    ) or not huge
+
+
+def _only_parameters(value: Value, seen: set[Any]) -> bool:
+    """Whether a float tensor comes from parameters alone, through any operators."""
+    if value in seen or not value.fake.dtype.is_floating_point:
+        return True
+    seen.add(value)
+    if len(seen) > 200:
+        return False
+    if value.op is None:
+        fakes: Any = [node.meta.get("example_value") for node in value.holders[:1]]
+        return bool(fakes) and isinstance(fakes[0], torch.nn.Parameter)
+    if value.op.name in ("log", "full", "div", "masked_fill", "where", "full_like", "arange"):
+        return False
+    return any(v.fake.dtype.is_floating_point for v in value.op.inputs) and all(
+        _only_parameters(v, seen) for v in value.op.inputs
+    )

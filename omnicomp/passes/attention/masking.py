@@ -1,0 +1,108 @@
+"""What the mask of an attention hides: which steps hide keys and which are a bias, and what is proved of the former."""
+
+import dataclasses
+from collections.abc import Hashable
+
+import torch
+
+from omnicomp.passes.attention.form import SWALLOWS, Form, number
+from omnicomp.passes.attention.masks import Mask, read_mask
+from omnicomp.passes.attention.piecewise import additive
+from omnicomp.passes.attention.reader import Reader
+from omnicomp.passes.attention.site import Add, Fill, Site, Step
+from omnicomp.passes.attention.terms import Apply, Axis, Term, flat, key_of
+
+__all__ = ["Masking", "mask_key", "read_masking"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masking:
+    """What the steps of a mask do.
+
+    Attributes:
+        mask: what is known of the keys that every query attends; None if no step hides any.
+        keep: the same as a term over the site's axes; None if no step hides any.
+        biases: the steps that hide nothing, as far as is known.
+        finite: whether a row with no key left is an average in eager; otherwise it is NaN, or it is not known.
+    """
+
+    mask: Mask | None = None
+    keep: Term | None = None
+    biases: tuple[Step, ...] = ()
+    finite: bool = True
+
+    @property
+    def name(self) -> str:
+        """For people: what is hidden, and whether there is a bias."""
+        names = [self.mask.name] if self.mask is not None else []
+        return " and ".join([*names, *(["bias"] if self.biases else [])])
+
+    @property
+    def is_full(self) -> bool:
+        """Proven: every query attends every key."""
+        return self.mask is None or self.mask.is_full
+
+    @property
+    def is_causal(self) -> bool:
+        """Proven: a query attends the keys up to its own index, and there is no bias."""
+        return self.mask is not None and self.mask.is_causal and not self.biases
+
+
+def mask_key(site: Site, form: Form) -> Hashable:
+    """Equal for sites whose masks are the same function of batch, head, query and key."""
+    groups = form.groups(site)
+    names = {axis: (n, m) for n, group in enumerate(groups) for m, axis in enumerate(flat(group))}
+    sizes = tuple(tuple(str(axis.size) for axis in flat(group)) for group in groups)
+    steps = tuple(
+        (
+            type(step).__name__,
+            *(key_of(v, names) if isinstance(v, Term) else v for v in vars(step).values()),
+        )
+        for step in form.mask
+    )
+    return steps, sizes
+
+
+def read_masking(site: Site, form: Form, reader: Reader) -> Masking:
+    """Read the steps of a mask."""
+    groups = form.groups(site)
+    named: dict[str, tuple[Axis, ...]] = dict(zip(("batch", "heads", "query", "key"), map(flat, groups), strict=True))
+    keep: list[Term] = []
+    biases: list[Step] = []
+    values: list[float] = []
+    for step in form.mask:
+        hidden = _hidden(step, reader, named)
+        if hidden is None:
+            biases.append(step)
+        else:
+            keep.append(hidden[0])
+            values.append(hidden[1])
+    if not keep:
+        return Masking(biases=tuple(biases))
+    total = keep[0]
+    for other in keep[1:]:
+        total = Apply(dtype=torch.bool, op="and", args=(total, other))
+    # Two additions of a finite minimum can give -inf; fills do not add up.
+    added = sum(isinstance(step, Add) for step in form.mask) - len(biases)
+    finite = all(value != -float("inf") for value in values) and added <= 1
+    return Masking(mask=read_mask(total, **named), keep=total, biases=tuple(biases), finite=finite)
+
+
+def _hidden(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> tuple[Term, float] | None:
+    """Where a step leaves the scores as they are, and what it puts elsewhere; None if it does anything else."""
+    if isinstance(step, Fill):
+        value = number(step.value)
+        if value is None:
+            return None
+        condition = reader.expand(step.condition)
+        return Apply(dtype=torch.bool, op="not", args=(condition,)), value
+    if not isinstance(step, Add) or not step.term.dtype.is_floating_point:
+        return None
+    term = reader.expand(step.term)
+    if step.negative:
+        term = Apply(dtype=term.dtype, op="neg", args=(term,))
+    pieces = additive(term, **named)
+    if pieces is None or any(value != 0 and value > SWALLOWS for value in pieces.values):
+        return None
+    others = [value for value in pieces.values if value != 0]
+    return pieces.keep(), min(others, default=0.0)

@@ -1,0 +1,482 @@
+"""Recognition of attention: a softmax between a product that makes scores and a product that uses the weights.
+
+Everything is read from the output backward: its elements are addressed by axes, and the positions that these take in
+the weights, the scores, the queries, keys and values say which axis is what. The spelling leaves no trace.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.attention import known_equal
+from omnicomp.passes.attention.operands import peel
+from omnicomp.passes.attention.reader import At, Reader, axes_of
+from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Read, Scores, Term, flat, leaves
+from omnicomp.passes.attention.trace import Op, Trace, Value
+from omnicomp.passes.attention.views import VIEWS, NotAView, full, source
+
+__all__ = ["axes_in", "candidates", "match", "steps_of"]
+
+_PRODUCTS: Final = ("bmm", "mm")
+_SOFTMAX: Final = ("_softmax", "_safe_softmax")
+_CASTS: Final = ("_to_copy", "to")
+_PASSED: Final = frozenset(
+    "add sub rsub mul div neg where masked_fill clamp clamp_min maximum minimum tanh exp scaled_add _to_copy copy cat "
+    "dropout sigmoid relu pow sqrt index_put slice_scatter constant_pad_nd gather index amax max sum nan_to_num abs "
+    "logsumexp overwritten as_strided new_zeros nan_to_num roll flip".split()
+) | frozenset(VIEWS)
+
+
+def candidates(trace: Trace, graph: Graph) -> Iterator[tuple[Op, Op]]:
+    """The normalizations over keys that a graph makes, each with the product that uses its weights.
+
+    A candidate comes from a product through arithmetic and views, and leads to another product likewise.
+    """
+    for op in trace.ops:
+        if op.node.graph is not graph or not op.outputs:
+            continue
+        exponential = _exponential(op)
+        if op.name not in _SOFTMAX and exponential is None:
+            continue
+        scores = next(op.inputs) if exponential is None else exponential
+        if _above(scores) and (used := _below(op.outputs[0])) is not None:
+            yield op, used
+
+
+def _exponential(op: Op) -> Value | None:
+    """What a softmax that is written out normalizes: `x` of `exp(x) / sum(exp(x))` or of `exp(log_softmax(x))`."""
+    if op.name == "exp":
+        inner = _behind_views(op.args[0])
+        return inner.op.args[0] if inner.op is not None and inner.op.name == "_log_softmax" else None
+    if op.name != "div" or len(op.args) != 2 or not all(isinstance(a, Value) for a in op.args):
+        return None
+    above, below = (_behind_views(a, ("clone", "expand", "_to_copy", "copy")) for a in op.args)
+    if above.op is None or below.op is None or above.op.name != "exp" or below.op.name != "sum":
+        return None
+    summed = _behind_views(below.op.args[0], ("clone", "_to_copy"))
+    dims: Any = below.op.argument("dim")
+    if summed is not above or not isinstance(dims, list | tuple) or len(dims) != 1:
+        return None
+    return above.op.args[0] if below.op.argument("keepdim", False) else None
+
+
+def _behind_views(value: Value, names: Sequence[str] = ("clone", "_to_copy", "alias", "detach")) -> Value:
+    while value.op is not None and value.op.name in names:
+        value = next(value.op.inputs)
+    return value
+
+
+def _above(value: Value) -> bool:
+    """Whether a value comes from a product of two tensors that were computed."""
+    seen, stack = {value}, [value]
+    while stack and len(seen) < 500:
+        op = stack.pop().op
+        if op is None:
+            continue
+        if op.name in _PRODUCTS:
+            if not any(_is_parameter(operand) for operand in op.inputs):
+                return True
+        elif op.name in _PASSED:
+            new = [v for v in op.inputs if v not in seen]
+            seen.update(new)
+            stack.extend(new)
+    return False
+
+
+def _is_parameter(value: Value) -> bool:
+    value = _behind_views(value, ("t", "transpose", "view", "expand", "permute", "alias", "detach", "_to_copy"))
+    fake: Any = [node.meta.get("example_value") for node in value.holders[:1] if node.op in ("placeholder", "get_attr")]
+    return bool(fake) and isinstance(fake[0], torch.nn.Parameter)
+
+
+def _below(value: Value) -> Op | None:
+    """The first product that reads a value through arithmetic and views."""
+    seen, queue = {value}, [value]
+    for item in queue:
+        if len(seen) > 200:
+            return None
+        for op in item.users:
+            if op.name in _PRODUCTS:
+                return None if any(_is_parameter(v) for v in op.inputs) else op
+            if op.name in _PASSED:
+                new = [v for v in op.outputs if v not in seen]
+                seen.update(new)
+                queue.extend(new)
+    return None
+
+
+def match(softmax: Op, product: Op, trace: Trace, reader: Reader) -> Site:
+    """Read the attention around a candidate.
+
+    Raises:
+        MatchEnded: at the first thing that is not understood.
+    """
+    try:
+        return _Match(softmax, product, trace, reader).site()
+    except NotAView as end:
+        raise MatchEnded(
+            product.node, f"the elements of the attention can't be addressed by axes: {end}", needed="plain views"
+        ) from end
+
+
+class _Match:
+    def __init__(self, softmax: Op, product: Op, trace: Trace, reader: Reader) -> None:
+        self.softmax, self.used, self.trace, self.reader = softmax, product, trace, reader
+        self.output = product.node
+        self.passed: list[Value] = []
+        self.dropout = 0.0
+        self.weights: list[Step] = []
+        self.sinks: list[Term] = []
+
+    def site(self) -> Site:
+        at, rows, columns, batch = self._output()
+        left, right = self.used.args[:2]
+        keys = Axis("k", left.fake.shape[-1])
+        key = Position((keys,))
+        on_left = self._reaches_softmax(left)
+        mine, others = ((rows, columns), (left, right)) if on_left else ((columns, rows), (right, left))
+        queries, features = mine
+        weights_at = _arrange(self.used, batch, queries, key, transposed=not on_left)
+        value_at = _arrange(self.used, batch, key, features, transposed=not on_left)
+        softmax_at = self._weights(others[0], weights_at)
+        score, product = self._score(softmax_at, key, queries)
+        op, query_first, product_batch, product_queries = self._product(product, key, queries)
+        query_value, key_value = op.args[:2] if query_first else op.args[1::-1]
+        feature = Position((Axis("d", op.args[0].fake.shape[-1]),))
+        query_at = _arrange(op, product_batch, product_queries, feature, transposed=not query_first)
+        key_at = _arrange(op, product_batch, feature, key, transposed=not query_first)
+        dtype = self.used.outputs[0].fake.dtype
+        peeled = [
+            peel(value, where, dtype, self.trace, self.reader, self.output, scaled=scaled)
+            for value, where, scaled in (
+                (query_value, query_at, True),
+                (key_value, key_at, True),
+                (others[1], value_at, False),
+            )
+        ]
+        own = [axis for axis in queries.flat() if axis in product_queries.flat()]
+        known = (*batch.flat(), *queries.flat())
+        others_at = (*product_batch.flat(), *product_queries.flat())
+        if (queries.flat() and not own) or any(axis not in known for axis in others_at):
+            raise self._ended("the queries of the scores are not those of the output", "one product each")
+        site = Site(
+            softmax=self.softmax,
+            output=self.output,
+            output_at=at,
+            query=peeled[0][0],
+            key=peeled[1][0],
+            value=peeled[2][0],
+            batch=tuple(axis for axis in known if axis not in own),
+            queries=tuple(own),
+            keys=key.flat(),
+            features=feature.flat(),
+            value_features=features.flat(),
+            scale=peeled[0][1] * peeled[1][1],
+            factors=[*peeled[0][2], *peeled[1][2]],
+            score=score,
+            steps=steps_of(score),
+            sinks=self.sinks,
+            dropout=self.dropout,
+            weights=self.weights,
+            dtype=dtype,
+            product=op.node,
+        )
+        self._check(site)
+        return site
+
+    def _ended(self, sentence: str, needed: str, op: Op | None = None, observed: str = "", **more: str) -> MatchEnded:
+        op = op or self.softmax
+        return MatchEnded(op.node, sentence, needed=needed, observed=observed or f"aten.{op.name}", **more)
+
+    def _output(self) -> tuple[At, Position, Position, Position]:
+        """Axes for the output's dimensions, and where they are in the product: rows, columns and batch."""
+        value = self.trace.values.get(self.output)
+        if value is None:
+            raise self._ended("the attention's output is not a tensor of its own", "one tensor", self.used)
+        at = where = axes_of(value, "x")
+        while value.op is not self.used:
+            if value.op is None or value.op.name not in VIEWS:
+                raise self._ended(
+                    "the operation that multiplies weights and values does more than that", "a product", value.op
+                )
+            value, where = source(value.op, value.index, where)
+        self.passed.append(value)
+        batch, rows, columns = where if len(where) == 3 else (Position(), *where)
+        return at, rows, columns, batch
+
+    def _reaches_softmax(self, value: Value) -> bool:
+        seen, stack = {value}, [value]
+        while stack and len(seen) < 200:
+            op = stack.pop().op
+            if op is self.softmax:
+                return True
+            if op is not None and op.name in _PASSED:
+                new = [v for v in op.inputs if v not in seen]
+                seen.update(new)
+                stack.extend(new)
+        return False
+
+    def _weights(self, value: Value, at: At) -> At:
+        """Follow the weights from the product with the values back to the softmax."""
+        while value.op is not self.softmax:
+            self.passed.append(value)
+            op = value.op
+            if op is None:
+                raise self._ended("the attention weights are changed through other memory", "no change in place")
+            if op.name in VIEWS:
+                value, at = source(op, value.index, at)
+            elif op.name == "dropout":
+                self.dropout = self._drop(op)
+                value = op.args[0]
+            elif op.name in _CASTS and op.args[0].fake.device == value.fake.device:
+                value = op.args[0]
+            else:
+                value, at = self._weighted(op, at)
+        self.passed.append(value)
+        return at
+
+    def _drop(self, op: Op) -> float:
+        probability = float(op.args[1])
+        if self.dropout or math.isnan(probability):
+            raise self._ended("the dropout's probability is not a known number", "one dropout, 0 < p < 1", op)
+        return probability
+
+    def _weighted(self, op: Op, at: At) -> tuple[Value, At]:
+        """A factor or a mask on the weights after the softmax."""
+        read = Read(dtype=op.outputs[0].fake.dtype, value=op.outputs[0], at=at)
+        term = self.reader.define(read)
+        while isinstance(term, Apply) and term.op == "cast":
+            term = term.args[0]
+        if isinstance(term, Read):
+            return term.value, term.at
+        if isinstance(term, Apply):
+            carriers = [n for n, a in enumerate(term.args) if isinstance(_uncast(a), Read) and self._carries(a)]
+            if len(carriers) == 1:
+                carrier: Any = _uncast(term.args[carriers[0]])
+                step = _step(term, carriers[0])
+                if isinstance(step, Scale) or (isinstance(step, Fill) and _number(step.value) == 0):
+                    self.weights.insert(0, step)
+                    return carrier.value, carrier.at
+        raise self._ended(
+            "the attention weights are changed before they meet the values", "dropout, casts, or a factor", op
+        )
+
+    def _carries(self, term: Term) -> bool:
+        inner = _uncast(term)
+        return isinstance(inner, Read) and self._reaches_softmax(inner.value)
+
+    def _score(self, at: At, key: Position, queries: Position) -> tuple[Term, Read]:
+        """What is normalized, as a term over the product of queries and keys; and that product."""
+        exponential = _exponential(self.softmax)
+        value = next(self.softmax.inputs) if exponential is None else exponential
+        dim = self._dim() % len(at)
+        size = value.fake.shape[dim]
+        if flat(at[dim].axes) != flat(key.axes):
+            raise self._ended("the softmax is not over the keys", "the dimension that the values are summed over")
+        if not full(at[dim], size):
+            value, at = self._sink(value, at, dim, size)
+        depends: dict[Value, bool] = {}
+        read = self.reader.read(value, at)
+        term = self.reader.expand(read, lambda r: not _is_product(r.value) and _depends(r.value, None, depends))
+        found = {id(leaf.value): leaf for leaf in leaves(term) if isinstance(leaf, Read) and _is_product(leaf.value)}
+        # A bias may be a product, too; the scores are the product whose rows are the queries.
+        fitting = [leaf for leaf in found.values() if any(flat(p.axes) == flat(key.axes) for p in leaf.at[-2:])]
+        fitting.sort(key=lambda leaf: -len({a for p in leaf.at[-2:] for a in p.flat()} & set(queries.flat())))
+        if not fitting:
+            stopped = [leaf for leaf in leaves(term) if isinstance(leaf, Read) and leaf.value.op is not None]
+            where = next((leaf.value.op for leaf in stopped if _above(leaf.value)), None)
+            raise self._ended(
+                "the scores are no product of queries and keys through arithmetic and views",
+                "scale, mask, bias and other arithmetic of elements",
+                where,
+                observed="" if where is None else f"aten.{where.name} in {where.node.name}",
+            )
+        product, depends = fitting[0], {}
+        self.passed.append(value)
+        term = self.reader.expand(read, lambda r: self._wanted(r.value, product.value, depends))
+        return _replaced(term, product), product
+
+    def _wanted(self, value: Value, product: Value, depends: dict[Value, bool]) -> bool:
+        """Whether to look into a value: it comes from the product, or may be a number."""
+        if not _depends(value, product, depends):
+            return value.fake.dim() == 0 and _number(self.reader.expand(self.reader.read(value, ()))) is not None
+        if value is not product:
+            self.passed.append(value)
+        return value is not product
+
+    def _dim(self) -> int:
+        op = self.softmax
+        if op.name == "exp":
+            inner = _behind_views(op.args[0]).op
+            return int(inner.argument("dim")) if inner is not None else -1
+        if op.name == "div":
+            below = _behind_views(op.args[1], ("clone", "expand", "_to_copy", "copy")).op
+            return int(below.argument("dim")[0]) if below is not None else -1
+        return int(op.argument("dim"))
+
+    def _sink(self, value: Value, at: At, dim: int, size: Any) -> tuple[Value, At]:
+        """Columns that take part in the softmax and are cut off after it."""
+        shift = value.op
+        # `x - x.max(-1, keepdim=True)` on the way changes no weight.
+        while shift is not None and shift.name in ("sub", "clone", *_CASTS):
+            if shift.name == "sub" and not known_equal(shift.args[1].fake.shape[dim], 1):
+                break
+            self.passed.append(value)
+            value = shift.args[0]
+            shift = value.op
+        if value.op is None or value.op.name != "cat" or int(value.op.argument("dim", 0)) % len(at) != dim:
+            raise self._ended("the softmax is over more columns than there are keys", "columns joined by cat")
+        self.passed.append(value)
+        chosen: list[Value] = []
+        start: Any = 0
+        for piece in value.op.args[0]:
+            width = piece.fake.shape[dim]
+            if known_equal(start, at[dim].start) and full(Position(at[dim].axes), width):
+                chosen.append(piece)
+            elif known_equal(width, 1):
+                self.sinks.append(self.reader.read(piece, (*at[:dim], Position(), *at[dim + 1 :])))
+            else:
+                raise self._ended(
+                    "several columns without values take part in the softmax", "one column each", value.op
+                )
+            start = start + width
+        if len(chosen) != 1 or not known_equal(start, size):
+            raise self._ended("the columns of the softmax are not the keys and sinks", "keys and sinks", value.op)
+        return chosen[0], (*at[:dim], Position(at[dim].axes), *at[dim + 1 :])
+
+    def _product(self, read: Read, key: Position, queries: Position) -> tuple[Op, bool, Position, Position]:
+        """The product of queries and keys: whether queries are its left operand, its batch axes and query axes."""
+        op = read.value.op
+        assert op is not None
+        batch = read.at[0] if len(read.at) == 3 else Position()
+        rows, columns = read.at[-2:]
+        query_first = flat(columns.axes) == flat(key.axes)
+        own = rows if query_first else columns
+        for position in (batch, own):
+            if not known_equal(position.start, 0):
+                raise self._ended("the scores are a part of a larger product", "the whole product", op)
+        if not own.axes and queries.axes:
+            raise self._ended("the scores are the same for every query", "a query axis", op)
+        return op, query_first, batch, own
+
+    def _check(self, site: Site) -> None:
+        sizes = [(o.value.fake.shape, o.at) for o in (site.query, site.key, site.value)]
+        for shape, at in sizes:
+            used = [axis for position in at for axis in position.flat()]
+            if len(set(used)) != len(used) or len(shape) != len(at):
+                raise self._ended("an axis addresses two dimensions of an operand", "one dimension for each axis")
+        if any(axis in site.keys for axis in (*site.batch, *site.queries)):
+            raise self._ended("keys and queries share an axis", "two axes")
+        if not site.dtype.is_floating_point:
+            raise self._ended("the attention is not of real numbers", "floating point", observed=str(site.dtype))
+        site.chain = self._chain(site)
+        for position in site.output_at:
+            if not all(axis in (*site.batch, *site.queries, *site.value_features) for axis in position.flat()):
+                raise self._ended("the output has an axis of its own", "batch, queries and features")
+
+    def _chain(self, site: Site) -> set[Node]:
+        nodes = {value.op.node for value in self.passed if value.op is not None} | {site.product}
+        elsewhere = next((n for n in nodes if n.graph is not site.output.graph), None)
+        if elsewhere is not None:
+            raise self._ended("the attention is spread over two regions of the graph", "one region")
+        return nodes
+
+
+def _arrange(op: Op, batch: Position, rows: Position, columns: Position, *, transposed: bool) -> At:
+    pair = (columns, rows) if transposed else (rows, columns)
+    return pair if op.name == "mm" else (batch, *pair)
+
+
+def _is_product(value: Value) -> bool:
+    return value.op is not None and value.op.name in _PRODUCTS
+
+
+def _depends(value: Value, product: Value | None, memo: dict[Value, bool]) -> bool:
+    """Whether a value comes from that product, or from any, through what the reader can define."""
+    if value not in memo:
+        memo[value] = False
+        op = value.op
+        if op is not None and op.name in _PRODUCTS:
+            memo[value] = product is None or value is product
+        elif op is not None and op.name in _PASSED and op.name not in ("amax", "max", "sum", "gather", "index"):
+            memo[value] = any(_depends(v, product, memo) for v in op.inputs)
+    return memo[value]
+
+
+def _replaced(term: Term, product: Read) -> Term:
+    """`term` with the product of queries and keys as `Scores`."""
+    made = Scores(dtype=product.dtype)
+
+    def visit(item: Term) -> Term:
+        if isinstance(item, Read) and item.value is product.value and item.at == product.at:
+            return made
+        if isinstance(item, Apply):
+            return Apply(dtype=item.dtype, op=item.op, args=tuple(map(visit, item.args)))
+        return item
+
+    return visit(term)
+
+
+def _has_scores(term: Term) -> bool:
+    return any(isinstance(leaf, Scores) for leaf in leaves(term))
+
+
+def _uncast(term: Term) -> Term:
+    while isinstance(term, Apply) and term.op == "cast":
+        term = term.args[0]
+    return term
+
+
+def _number(term: Term) -> Any:
+    inner = _uncast(term)
+    return inner.value if isinstance(inner, Number) else None
+
+
+def axes_in(term: Term) -> set[Axis]:
+    """The axes that an element of the term depends on."""
+    found: set[Axis] = set()
+    for leaf in leaves(term):
+        for position in tree_leaves(getattr(leaf, "at", None) or getattr(leaf, "position", None)):
+            if isinstance(position, Position):
+                found.update(position.flat())
+    return found
+
+
+def steps_of(score: Term) -> list[Step] | None:
+    """The steps from the product to `score`, innermost first, or None if the scores are used twice on the way."""
+    steps: list[Step] = []
+    while not isinstance(score, Scores):
+        if not isinstance(score, Apply):
+            return None
+        carriers = [n for n, argument in enumerate(score.args) if _has_scores(argument)]
+        if len(carriers) != 1:
+            return None
+        if score.op != "cast":
+            step = _step(score, carriers[0])
+            if step is None:
+                return None
+            steps.append(step)
+        score = score.args[carriers[0]]
+    return steps[::-1]
+
+
+def _step(term: Apply, carrier: int) -> Step | None:
+    others = [a for n, a in enumerate(term.args) if n != carrier]
+    if term.op == "mul" or (term.op == "div" and carrier == 0):
+        return Scale(others[0], term.op == "div")
+    if term.op == "add" or (term.op == "sub" and carrier == 0):
+        return Add(others[0], term.op == "sub")
+    if term.op == "where" and carrier:
+        condition, value = others
+        kept_if = carrier == 1
+        return Fill(Apply(dtype=torch.bool, op="not", args=(condition,)) if kept_if else condition, value)
+    if term.op == "maximum" and isinstance(_number(others[0]), int | float):
+        return Floor(float(_number(others[0])))
+    if term.op == "neg":
+        return Scale(Number(dtype=term.dtype, value=-1))
+    return Function(term.op) if not others else None

@@ -1,0 +1,109 @@
+"""Nodes of a Dynamo graph that the attention pass must know by name, because running them would hide what they are."""
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from omnicomp.graphs import op_name
+
+__all__ = [
+    "active_dropout",
+    "changes_grad_mode",
+    "is_pure",
+    "is_scaled_dot_product_attention",
+    "is_shape_only",
+    "kind",
+    "mutates",
+]
+
+_NAMESPACES: Final = ("torch", "torch.nn.functional", "torch.functional", "operator", "Tensor", "torch.special")
+_SHAPE_ONLY: Final = ("size", "dim", "ndimension", "sym_size", "numel", "stride")
+_STATE: Final = ("autocast", "grad_enabled", "inference_mode", "_nesting", "setitem", "set_")
+_RANDOM: Final = (
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "rand_like",
+    "randn_like",
+)
+_IN_PLACE_OPERATORS: Final = frozenset(
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul iconcat setitem".split()
+)
+
+
+def kind(node: Any) -> str:
+    """The operation of a torch function, method or operator (`softmax`, `mul`), or an empty string."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.rpartition("::")[2]
+    namespace, _, name = op_name(node).rpartition(".")
+    return name if namespace in _NAMESPACES or node.target is getattr else ""
+
+
+def is_scaled_dot_product_attention(node: Node) -> bool:
+    """Whether a node is an attention that torch fuses itself."""
+    return node.op == "call_function" and node.target is F.scaled_dot_product_attention
+
+
+def changes_grad_mode(node: Node) -> bool:
+    """Whether a node switches gradients or inference mode on or off for the nodes after it."""
+    name = op_name(node)
+    return node.op == "call_function" and ("grad_enabled" in name or "inference_mode" in name)
+
+
+def active_dropout(node: Node) -> float | None:
+    """The probability of a dropout that is switched on; None for other nodes.
+
+    A probability that is no number between 0 and 1 counts as not known: NaN.
+    """
+    if kind(node) not in ("dropout", "dropout_"):
+        return None
+    probability, training = _argument(node, "p", 1, 0.5), _argument(node, "training", 2, True)
+    probability = _argument(node, "p", 1, probability)
+    if training is False or probability == 0:
+        return None
+    known = training is True and isinstance(probability, int | float) and 0 < probability < 1
+    return float(probability) if known else float("nan")
+
+
+def _argument(node: Node, name: str, position: int, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def mutates(node: Node) -> bool:
+    """Whether a node may change one of its inputs or the state (grad mode, autocast) that other nodes run in."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    namespace, _, name = op_name(node).rpartition(".")
+    in_place = name.endswith("_") and not name.endswith("__")
+    operator = namespace == "operator" and name in _IN_PLACE_OPERATORS
+    state = name == "__setitem__" or any(word in name for word in _STATE)
+    return in_place or operator or state or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a node may be erased once nobody uses it: it changes nothing, and draws no random numbers."""
+    if node.op == "get_attr":
+        return True
+    name = kind(node)
+    if not name or mutates(node) or name.removesuffix("_like") in _RANDOM:
+        return False
+    return active_dropout(node) is None and not name.startswith(("_assert", "_check", "print"))
+
+
+def is_shape_only(node: Node) -> bool:
+    """Whether a node reads no element of its input, only its shape, dtype or device."""
+    attribute = node.op == "call_function" and node.target is getattr
+    if kind(node) in ("type_as", "view_as", "expand_as", "reshape_as", "to") and len(node.args) > 1:
+        return False
+    name = node.args[1:2][0] if attribute and len(node.args) == 2 else None
+    return kind(node) in _SHAPE_ONLY or name in ("shape", "ndim", "dtype", "device")

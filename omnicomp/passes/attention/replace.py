@@ -1,0 +1,149 @@
+"""The fused attention in place of the old one: its memory layout is as in eager, and nothing is left over."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+
+from omnicomp._torch.attention import known_equal, known_shape
+from omnicomp.graphs import evaluate, fake_value
+from omnicomp.passes.attention.nodes import is_pure, is_shape_only, kind, mutates
+from omnicomp.passes.attention.site import MatchEnded, Site
+from omnicomp.passes.attention.trace import Trace
+
+__all__ = ["check_unused", "replace", "with_layout"]
+
+_TRANSPOSES: Final = ("transpose", "permute", "swapaxes")
+_LAYOUT_ENDS: Final = ("reshape", "flatten", "contiguous")
+_VIEWS: Final = (*_TRANSPOSES, *_LAYOUT_ENDS, "view", "getitem", "unsqueeze", "squeeze", "unflatten", "expand")
+
+
+def check_unused(site: Site) -> None:
+    """What the fused kernel does not make must have no other use.
+
+    Raises:
+        MatchEnded: the scores or the weights are returned, or used once more.
+    """
+    live = _live(site.output.graph, site)
+    for node in sorted(site.chain - {site.output}):
+        if node not in live:
+            continue
+        users = [
+            u for u in node.users if (u in live or u.op == "output") and u not in site.chain and not is_shape_only(u)
+        ]
+        other = users[0] if users else node
+        returned = other.op == "output"
+        raise MatchEnded(
+            node,
+            f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
+            "and a fused kernel does not make it",
+            observed=f"{len(node.users)} users",
+            needed="one user, the next step of the attention",
+            lever="do not return the attention weights (output_attentions=False)"
+            if returned
+            else "do not use it twice",
+        )
+
+
+def _live(graph: Graph, site: Site) -> set[Node]:
+    """The nodes whose elements are needed although the site's output is not made from them any more."""
+    live: set[Node] = set()
+    stack = [n for n in graph.nodes if n not in site.chain and not is_pure(n) and n.op != "placeholder"]
+    while stack:
+        node = stack.pop()
+        if node in live or node is site.output:
+            continue
+        live.add(node)
+        if not is_shape_only(node):
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+def with_layout(site: Site, fused: Node, call: Callable[..., Any]) -> Node:
+    """Give the new output the strides of the old one, unless no user can see them.
+
+    Raises:
+        ValueError: the new output is of another shape or dtype.
+    """
+    old, new = site.fake(), fake_value(fused)
+    if not known_shape(old, new) or old.dtype != new.dtype:
+        raise ValueError(f"the fused call returns {list(new.shape)} {new.dtype}, not {list(old.shape)} {old.dtype}")
+    if old.requires_grad and _changed_in_place(site.output):
+        # The backward of the fused kernel reads its output.
+        fused = call(torch.clone, (fused,), {"memory_format": torch.contiguous_format})
+        new = fake_value(fused)
+    if _same_layout(old, new):
+        return fused
+    views = _hidden_layout(site.output, new)
+    if views is None:
+        return _strided_like(old, fused, call)
+    for view, value in views.items():
+        view.meta["example_value"] = value
+    return fused
+
+
+def _strided_like(old: torch.Tensor, fused: Node, call: Callable[..., Any]) -> Node:
+    """A copy with the strides of a dense tensor whose dimensions lie in memory in the order of those of `old`."""
+    order = _memory_order(old)
+    if order is None or order == list(range(old.dim())):
+        return call(torch.Tensor.contiguous, (fused,))
+    back = [order.index(dim) for dim in range(old.dim())]
+    permuted = call(torch.Tensor.contiguous, (call(torch.permute, (fused, tuple(order))),))
+    return call(torch.permute, (permuted, tuple(back)))
+
+
+def _memory_order(fake: torch.Tensor) -> list[int] | None:
+    strides = fake.stride()
+    if any(isinstance(stride, torch.SymInt) for stride in strides):
+        return None
+    return sorted(range(fake.dim()), key=lambda dim: (-strides[dim], dim))
+
+
+def _hidden_layout(node: Node, value: torch.Tensor) -> dict[Node, torch.Tensor] | None:
+    """The new fake values of views of `node`, or None if another memory layout could be seen or break a user."""
+    found: dict[Node, torch.Tensor] = {}
+    for user in node.users:
+        if kind(user) not in (*_TRANSPOSES, *_LAYOUT_ENDS) or user.args[0] is not node or mutates(user):
+            return None
+        new = _reevaluate(user, value)
+        if kind(user) in _TRANSPOSES:
+            below = _hidden_layout(user, new)
+            if below is None:
+                return None
+            found |= {user: new, **below}
+        elif not _same_layout(fake_value(user), new):
+            return None
+    return found
+
+
+def _reevaluate(node: Node, value: torch.Tensor) -> torch.Tensor:
+    target: Any = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target))
+    return evaluate(target, (value, *node.args[1:]), dict(node.kwargs))
+
+
+def _changed_in_place(node: Node) -> bool:
+    """Whether the memory of `node` is written to later, maybe through a view."""
+    return any(mutates(user) or (kind(user) in _VIEWS and _changed_in_place(user)) for user in node.users)
+
+
+def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return all(
+        known_equal(a, b) or known_equal(size, 1)
+        for a, b, size in zip(left.stride(), right.stride(), left.shape, strict=True)
+    )
+
+
+def replace(site: Site, fused: Node, trace: Trace) -> None:
+    """Let the users of the output read `fused`, and erase what only the old attention needed."""
+    graph = site.output.graph
+    site.output.replace_all_uses_with(fused)
+    trace.replace(site.output, fused)
+    # Changes in place of what is erased go with it, and then whatever they were computed from.
+    live = _live(graph, site)
+    for node in reversed(list(graph.nodes)):
+        if node is fused or node.users or node.op in ("output", "placeholder"):
+            continue
+        if node is site.output or (node in site.chain and node not in live) or (node not in live and is_pure(node)):
+            graph.erase_node(node)
+            trace.forget(node)

@@ -1,0 +1,336 @@
+"""An attention as one call of `scaled_dot_product_attention`, with a dense mask where the scores have one.
+
+What eager gives for rows in which no key is left is kept: all keys at one finite minimum share the row equally; with
+-inf for every key the row is NaN. The kernels disagree about such rows, with eager and with each other, so the
+queries of such rows are replaced: by zero, so that only the mask decides, or by NaN.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omnicomp._torch.attention import known_equal
+from omnicomp.passes.attention.build import Builder, value_of
+from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, number
+from omnicomp.passes.attention.masking import mask_key
+from omnicomp.passes.attention.match import axes_in
+from omnicomp.passes.attention.reader import Reader
+from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat
+
+__all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to call the fused attention.
+
+    Attributes:
+        grouped: heads that share keys and values stay grouped (`enable_gqa`), instead of being expanded.
+        is_causal: the mask is the causal one and need not be made.
+        unmasked: the mask hides nothing and need not be made.
+        rows_nonempty: every query is known to have a key.
+        padded: pad the features of queries and keys, or of values, to one size.
+    """
+
+    grouped: bool = False
+    is_causal: bool = False
+    unmasked: bool = False
+    rows_nonempty: bool = False
+    padded: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardedMask:
+    """A mask, and the rows whose queries must be replaced.
+
+    Attributes:
+        mask: what is added to the scores.
+        swallowed: rows in which a huge number swallows every score, or None.
+        empty: rows that are -inf for every key, or None.
+    """
+
+    mask: Any
+    swallowed: Any = None
+    empty: Any = None
+
+
+Shared = dict[Any, GuardedMask]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Queries, keys, values (4-D) and the mask, ready for a fused kernel."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any
+    width: Any
+
+
+def finish(site: Site, form: Form, fused: Any, made: Parts, builder: Builder) -> Any:
+    """Cut padding off, and apply what was done to the weights of whole rows."""
+    if made.width is not None:
+        fused = builder.call(torch.narrow, (fused, 3, 0, made.width))
+    device = value_of(fused).device
+    groups = (*form.groups(site)[:3], site.value_features)
+    for step in site.weights:
+        if not _of_rows(site, step):
+            continue
+        if isinstance(step, Scale):
+            factor = builder.term(step.term, groups, device)
+            fused = builder.call(torch.div if step.divide else torch.mul, (fused, factor))
+        elif isinstance(step, Fill):
+            condition = builder.term(step.condition, groups, device)
+            fused = builder.call(torch.masked_fill, (fused, condition, 0.0))
+    if value_of(fused).dtype != site.dtype:
+        fused = builder.call(torch.Tensor.to, (fused, site.dtype))
+    return fused
+
+
+def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Reader, shared: Shared) -> Parts:
+    """Make the operands and the mask.
+
+    Masks that were made for other sites of the graph are taken from `shared`; new ones are added to it.
+
+    Raises:
+        MatchEnded, ValueError: they can't be made.
+    """
+    batch, heads, queries, keys = form.groups(site)
+    kept = tuple(axis for axis in heads if axis not in form.shared) if variant.grouped else heads
+    query = fit(site.query, site, builder, (batch, heads, queries, site.features))
+    key = fit(site.key, site, builder, (batch, kept, keys, site.features))
+    value = fit(site.value, site, builder, (batch, kept, keys, site.value_features))
+    for factor in form.factors:
+        made = builder.term(factor.term, (batch, heads, queries, ()), value_of(query).device)
+        query = builder.call(torch.div if factor.divide else torch.mul, (query, made))
+    query = _cast(query, site, builder)
+    value = _with_weights(site, form, value, kept, builder)
+    mask = None
+    if form.mask and not variant.is_causal and not variant.unmasked:
+        made = _shared_mask(site, form, variant, builder, reader, shared)
+        mask = made.mask
+        if made.swallowed is not None:
+            query = builder.call(torch.masked_fill, (query, made.swallowed, 0.0))
+        if made.empty is not None:
+            query = builder.call(torch.masked_fill, (query, made.empty, float("nan")))
+    width = None
+    if variant.padded:
+        query, key, value, width = _pad(query, key, value, builder)
+    return Parts(
+        query=_contiguous(query, builder),
+        key=_contiguous(key, builder),
+        value=_contiguous(value, builder),
+        mask=mask,
+        width=width,
+    )
+
+
+def _shared_mask(
+    site: Site, form: Form, variant: Variant, builder: Builder, reader: Reader, shared: Shared
+) -> "GuardedMask":
+    key = ("mask", mask_key(site, form), site.dtype, site.fake().requires_grad, variant.rows_nonempty)
+    if key not in shared:
+        mask = _dense_mask(site, form, builder)
+        made = GuardedMask(mask)
+        if not variant.rows_nonempty:
+            made = _guarded(site, form, mask, builder, reader)
+        shared[key] = made
+    return shared[key]
+
+
+def fit(operand: Operand, site: Site, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+    """An operand as (batch, heads, rows, features) in the dtype of the attention."""
+    return _cast(builder.place(operand.node, operand.at, groups, wide=(0, 1)), site, builder)
+
+
+def _cast(item: Any, site: Site, builder: Builder) -> Any:
+    return item if value_of(item).dtype == site.dtype else builder.call(torch.Tensor.to, (item, site.dtype))
+
+
+def _contiguous(item: Any, builder: Builder) -> Any:
+    """The fused kernels read features one after the other."""
+    fake = value_of(item)
+    if known_equal(fake.stride(-1), 1) or known_equal(fake.shape[-1], 1):
+        return item
+    return builder.call(torch.Tensor.contiguous, (item,))
+
+
+def _pad(query: Any, key: Any, value: Any, builder: Builder) -> tuple[Any, Any, Any, Any]:
+    """Zeros change neither the products of queries and keys nor the other features of the values."""
+    narrow, wide = value_of(query).shape[-1], value_of(value).shape[-1]
+    if not isinstance(narrow, int) or not isinstance(wide, int):
+        raise ValueError("symbolic head sizes that differ")
+    if narrow < wide:
+        query, key = (builder.call(F.pad, (item, (0, wide - narrow))) for item in (query, key))
+        return query, key, value, None
+    return query, key, builder.call(F.pad, (value, (0, narrow - wide))), wide
+
+
+def _of_rows(site: Site, step: Step) -> bool:
+    return not _axes_of_step(step) & set(flat(site.keys))
+
+
+def _axes_of_step(step: Step) -> set[Axis]:
+    term = step.condition if isinstance(step, Fill) else step.term if isinstance(step, Scale) else None
+    return axes_in(term) if term is not None else set()
+
+
+def _with_weights(site: Site, form: Form, value: Any, kept: tuple[Axis, ...], builder: Builder) -> Any:
+    """Factors on the weights that differ between keys scale the values instead."""
+    batch, _, _, keys = form.groups(site)
+    for step in site.weights:
+        if _of_rows(site, step):
+            continue
+        if _axes_of_step(step) & {*flat(site.queries), *form.shared}:
+            raise MatchEnded(
+                site.output,
+                "the attention weights are changed between the softmax and the values, for each query and key",
+                needed="a factor for each query, or for each key",
+            )
+        groups = (batch, kept, keys, ())
+        if isinstance(step, Fill):
+            condition = builder.term(step.condition, groups, value_of(value).device)
+            value = builder.call(torch.masked_fill, (value, condition, 0.0))
+        elif isinstance(step, Scale):
+            factor = builder.term(step.term, groups, value_of(value).device)
+            value = builder.call(torch.div if step.divide else torch.mul, (value, factor))
+    return _cast(value, site, builder)
+
+
+def _dense_mask(site: Site, form: Form, builder: Builder) -> Any:
+    """The mask as a tensor that broadcasts to the scores: the steps, applied in their order to zero."""
+    groups, device = form.groups(site), site.fake().device
+    mask: Any = None
+    for step in form.mask:
+        mask = _applied(step, mask, groups, device, site, builder)
+    fake = value_of(mask)
+    if fake.dtype != site.dtype:
+        mask = _narrowed(mask, site, form, builder)
+    keys = value_of(mask).shape[-1]
+    if known_equal(keys, 1):
+        # The kernels broadcast a mask over batch, heads and queries, but not over keys.
+        shape = (-1, -1, -1, builder.size(flat(site.keys)))
+        mask = builder.call(torch.Tensor.expand, (mask, *shape))
+    return mask
+
+
+def _applied(step: Step, mask: Any, groups: Any, device: torch.device, site: Site, builder: Builder) -> Any:
+    call = builder.call
+    if isinstance(step, Fill):
+        value = number(step.value)
+        assert value is not None
+        condition = _four(builder.term(step.condition, groups, device), builder)
+        if mask is None:
+            mask = call(torch.zeros_like, (condition,), {"dtype": site.dtype})
+        if value != float("-inf"):
+            value = max(value, torch.finfo(value_of(mask).dtype).min)
+        return call(torch.where, (condition, value, mask))
+    if isinstance(step, Add):
+        made = _four(builder.term(step.term, groups, device), builder)
+        fake = value_of(made)
+        if torch.promote_types(fake.dtype, site.dtype) == site.dtype != fake.dtype:
+            made = call(torch.Tensor.to, (made, site.dtype))
+        if mask is None:
+            return call(torch.neg, (made,)) if step.negative else made
+        return call(torch.sub if step.negative else torch.add, (mask, made))
+    if mask is None:
+        return None
+    if isinstance(step, Floor):
+        return call(torch.clamp, (mask,), {"min": max(step.value, torch.finfo(value_of(mask).dtype).min)})
+    assert isinstance(step, Scale)
+    factor = number(step.term)
+    made = factor if factor is not None else builder.term(step.term, groups, device)
+    return call(torch.div if step.divide else torch.mul, (mask, made))
+
+
+def _four(item: Any, builder: Builder) -> Any:
+    missing = 4 - value_of(item).dim()
+    return builder.call(torch.Tensor.reshape, (item, (1,) * missing)) if missing == 4 else item
+
+
+def _narrowed(mask: Any, site: Site, form: Form, builder: Builder) -> Any:
+    """The mask in a dtype that the kernels take: the CPU's add a float32 mask, others read only one of their own."""
+    call, cpu = builder.call, site.fake().device.type == "cpu"
+    dtype = value_of(mask).dtype
+    if dtype == torch.float32 and site.dtype == torch.bfloat16:
+        # Keep the most negative float32 finite in bfloat16: autocast, or this pass, rounds the mask to that.
+        clamped = call(torch.clamp, (mask,), {"min": torch.finfo(site.dtype).min})
+        # What was -inf stays -inf: together with finite minima it still says which keys to take.
+        mask = call(torch.where, (call(torch.isneginf, (mask,)), mask, clamped))
+        if cpu:
+            return mask
+    if not cpu or dtype != torch.float32:
+        if not all(_rounds(step) for step in form.mask):
+            raise MatchEnded(
+                site.softmax.node,
+                "the mask holds numbers that the attention's dtype can't",
+                observed=f"a mask of {dtype}",
+                needed=f"a mask of {site.dtype}",
+                lever="make the mask in the dtype of the queries",
+                code="not_equal",
+            )
+        mask = call(torch.Tensor.to, (mask, site.dtype))
+    return mask
+
+
+def _rounds(step: Step) -> bool:
+    """Whether another dtype holds what a step adds as well: it is made from numbers alone."""
+    return not isinstance(step, Add) or _from_numbers(step.term)
+
+
+def _from_numbers(term: Term) -> bool:
+    if isinstance(term, Apply):
+        return all(_from_numbers(a) for a in term.args if a.dtype.is_floating_point)
+    return isinstance(term, Number)
+
+
+def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader) -> "GuardedMask":
+    """The mask with which rows that no key is left in come out as in eager, whatever the kernel does there."""
+    call = builder.call
+    hiding = sum(_hides(step, reader) for step in form.mask)
+    # Two finite minima can add up to -inf.
+    infinite = hiding > 1 or not all(_finite_step(step, reader) for step in form.mask)
+    old = site.fake()
+    # In inference the CPU's kernel averages rows of one finite minimum as eager does.
+    averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
+    if not infinite and (averages or not hiding):
+        return GuardedMask(mask)
+    top = call(torch.amax, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
+    empty = None
+    if infinite:
+        empty = call(torch.isneginf, (top,))
+        mask = call(torch.masked_fill, (mask, empty, 0.0))
+        top = call(torch.masked_fill, (top, empty, 0.0))
+    if averages:
+        return GuardedMask(mask, empty=empty)
+    # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
+    # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
+    mask = call(torch.sub, (mask, top))
+    # A huge negative number swallows the scores that it is added to.
+    return GuardedMask(mask, call(torch.le, (top, max(SWALLOWS, torch.finfo(site.dtype).min))), empty)
+
+
+def _finite_step(step: Step, reader: Reader) -> bool:
+    if isinstance(step, Fill):
+        return number(step.value) != float("-inf")
+    return not isinstance(step, Add) or is_finite(step.term, reader)
+
+
+def _hides(step: Step, reader: Reader) -> bool:
+    """Whether a step may add numbers that swallow scores; trained parameters do not."""
+    return isinstance(step, Fill) or (isinstance(step, Add) and _may_hide(step.term, reader))
+
+
+def _may_hide(term: Term, reader: Reader) -> bool:
+    if isinstance(term, Number):
+        return not isinstance(term.value, int | float) or abs(term.value) > 1e4
+    if isinstance(term, Apply):
+        return any(_may_hide(argument, reader) for argument in term.args)
+    if isinstance(term, Read):
+        inner = reader.define(term)
+        return not is_finite(term, reader) if inner is None else _may_hide(inner, reader)
+    return False

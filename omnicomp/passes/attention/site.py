@@ -1,0 +1,147 @@
+"""One attention as it was read from a graph, and why reading one ended."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from omnicomp.passes.attention.reader import At
+from omnicomp.passes.attention.terms import Axis, Term
+from omnicomp.passes.attention.trace import Op, Value
+
+__all__ = ["Add", "Fill", "Floor", "Function", "MatchEnded", "Operand", "Scale", "Site", "Step"]
+
+
+class MatchEnded(Exception):
+    """The match met something that it does not understand, or a rewrite that would not be equal or faster.
+
+    Attributes:
+        node: where the match ended.
+        code: code of the `Reason`.
+        observed: what was seen there.
+        needed: what would have been taken.
+        lever: what the reader can change.
+    """
+
+    def __init__(
+        self, node: Node, sentence: str, *, observed: str = "", needed: str, lever: str = "", code: str = "match_ended"
+    ) -> None:
+        super().__init__(sentence)
+        self.node, self.code, self.needed = node, code, needed
+        self.observed = observed or (str(node.target) if node.op.startswith("call_") else node.op)
+        self.lever = lever or (
+            "write softmax(q @ k.transpose(-2, -1) * scale + mask) @ v, or call scaled_dot_product_attention"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """The scores are multiplied by `term`, which no feature, query or key changes; or divided by it."""
+
+    term: Term
+    divide: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Add:
+    """`term` is added to the scores, or subtracted from them."""
+
+    term: Term
+    negative: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """The scores are replaced by `value` where the bool `condition` holds."""
+
+    condition: Term
+    value: Term
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The scores are not lower than the number `value`."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of the scores that is none of the other steps, by its name in the terms' vocabulary."""
+
+    op: str
+
+
+Step = Scale | Add | Fill | Floor | Function
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Queries, keys or values: a tensor that the graph holds, and how the axes address it.
+
+    Attributes:
+        value: the tensor.
+        node: the node that holds it where the attention's output is made.
+        at: a position along each of its dimensions.
+    """
+
+    value: Value
+    node: Node
+    at: At
+
+
+@dataclasses.dataclass(kw_only=True)
+class Site:
+    """One attention, read from the graph.
+
+    Attributes:
+        softmax: the operator that normalizes over keys.
+        output: the node that the rewrite replaces: the product of weights and values.
+        output_at: the position along each dimension of `output`.
+        query: queries; addressed by `batch`, `queries` and `features` axes.
+        key: keys; by `batch` (some), `keys` and `features`.
+        value: values; by `batch` (some), `keys` and `value_features`.
+        batch: the axes of batches and heads, outermost first.
+        queries: the axes of the query index, most significant first.
+        keys: the axes of the key index.
+        features: the axes over which queries and keys are multiplied.
+        value_features: the axes of the values' features.
+        scale: product of all constant factors on queries and keys before their product.
+        factors: other factors on them, which depend on the batch axes only.
+        score: what the softmax reads, as a function of `Scores`.
+        steps: the same as a chain of steps, innermost first; None if it is no chain.
+        sinks: logits that take part in the softmax and have no value.
+        dropout: probability of an active dropout on the weights, or 0.
+        weights: factors on the weights after the softmax.
+        dtype: dtype of the output, in which the attention will run.
+        chain: the nodes of the graph that the rewrite makes superfluous.
+        product: the node of the product of queries and keys.
+    """
+
+    softmax: Op
+    output: Node
+    output_at: At
+    query: Operand
+    key: Operand
+    value: Operand
+    batch: tuple[Axis, ...]
+    queries: tuple[Axis, ...]
+    keys: tuple[Axis, ...]
+    features: tuple[Axis, ...]
+    value_features: tuple[Axis, ...]
+    score: Term
+    dtype: torch.dtype
+    product: Node
+    scale: float = 1.0
+    factors: list[Scale] = dataclasses.field(default_factory=list[Scale])
+    steps: list[Step] | None = None
+    sinks: list[Term] = dataclasses.field(default_factory=list[Term])
+    dropout: float = 0.0
+    weights: list[Step] = dataclasses.field(default_factory=list[Step])
+    chain: set[Node] = dataclasses.field(default_factory=set[Node])
+
+    def fake(self) -> torch.Tensor:
+        """The fake tensor of the output."""
+        value: Any = self.output.meta["example_value"]
+        return value

@@ -1,0 +1,283 @@
+"""Which fused kernel an attention becomes: tried on its real shapes, strides and dtypes, best first."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from omnicomp._torch.attention import concrete, fused_kernel, hint_of, known_equal
+from omnicomp._torch.inductor import fallback_random
+from omnicomp.graphs import fake_value
+from omnicomp.passes.attention.assume import assume_full
+from omnicomp.passes.attention.differentiable import (
+    ATTENTION_WITH_BIAS,
+    ATTENTION_WITH_SINK,
+    bias_pays,
+    head_sizes_pay,
+    sink_kernel,
+)
+from omnicomp.passes.attention.flexible import flex_pays, insert
+from omnicomp.passes.attention.form import Form, dense_form, open_form
+from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
+from omnicomp.passes.attention.pinned import PINNED_ATTENTION, prefers_cudnn
+from omnicomp.passes.attention.sdpa import Parts, Variant, finish, parts
+from omnicomp.passes.attention.session import Attempt, Chosen, Session
+from omnicomp.passes.attention.site import MatchEnded, Site
+from omnicomp.passes.attention.terms import flat
+from omnicomp.passes.base import PassContext
+
+__all__ = ["choose"]
+
+# About half a millisecond on one core.
+_NEGLIGIBLE_FLOPS: Final = 1 << 25
+_Way = Callable[[Attempt], Chosen | None]
+
+
+def choose(site: Site, session: Session) -> Chosen:
+    """Insert the best fused form of an attention before its output.
+
+    Raises:
+        MatchEnded: there is none, or it would not be faster; the graph is as it was.
+    """
+    if site.dropout and fallback_random(session.context.policy.inductor):
+        raise MatchEnded(
+            site.output,
+            "a fused kernel draws other random numbers than eager, and fallback_random asks for eager's",
+            observed=f"dropout={site.dropout:g}",
+            needed="no active dropout",
+            lever="set the attention's dropout to 0, or fallback_random to False",
+            code="not_equal",
+        )
+    ended: list[MatchEnded] = []
+    errors: list[str] = []
+    for way in _ways(site, session, ended):
+        with session.attempt(site) as attempt:
+            try:
+                chosen = way(attempt)
+            except MatchEnded as end:
+                ended.append(end)
+                continue
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+                errors.append(str(error).splitlines()[0])
+                continue
+            if chosen is not None:
+                return chosen
+    raise ended[0] if ended else _not_profitable(site, session.context, errors)
+
+
+def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Way]:
+    """The ways to fuse a site, best first; why a whole family of them is out goes to `ended`."""
+    try:
+        form = dense_form(site)
+    except MatchEnded as end:
+        ended.append(end)
+        if not site.sinks:
+            yield functools.partial(insert, site, open_form(site), Masking())
+        return
+    masking = _masking(site, form, session)
+    if site.sinks:
+        for variant in _variants(site, form, masking):
+            yield functools.partial(_with_sink, site, form, masking, variant)
+        return
+    flexible = functools.partial(insert, site, form, masking)
+    if flex_pays(site, form, masking):
+        yield flexible
+    for variant in _variants(site, form, masking):
+        yield functools.partial(_plain, site, form, masking, variant)
+    for variant in _variants(site, form, masking):
+        yield functools.partial(_with_bias, site, form, masking, variant)
+
+
+def _masking(site: Site, form: Form, session: Session) -> Masking:
+    """What the mask hides; read once for all sites that share it."""
+    key = mask_key(site, form)
+    if key not in session.maskings:
+        masking = read_masking(site, form, session.reader)
+        if session.context.speculate and form.mask:
+            with session.attempt(site) as attempt:  # whatever is inserted is taken back
+                assumed = assume_full(site, form, masking, attempt.builder, session.context)
+            masking = assumed if isinstance(assumed, Masking) else masking
+        session.maskings[key] = masking
+    return session.maskings[key]
+
+
+def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
+    differ = not known_equal(_width(site.query), _width(site.value))
+    unmasked = masking.is_full and not masking.biases
+    causal = masking.is_causal and not unmasked
+    nonempty = masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
+    for padded in (False, True) if differ and not site.sinks else (False,):
+        for grouped in (True, False) if form.shared else (False,):
+            yield Variant(grouped=grouped, padded=padded, unmasked=unmasked, is_causal=causal, rows_nonempty=nonempty)
+
+
+def _width(operand: Any) -> Any:
+    size: Any = 1
+    for axis in operand.at[-1].flat():
+        size = size * axis.size
+    return size
+
+
+def _parts(attempt: Attempt, form: Form, variant: Variant) -> Parts:
+    session = attempt.session
+    return parts(attempt.site, form, variant, attempt.builder, session.reader, session.shared)
+
+
+def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
+    """`scaled_dot_product_attention`, if torch takes a fused kernel for it."""
+    made = _parts(attempt, form, variant)
+    if variant.padded:
+        _check_padding(site, made)
+    kwargs: dict[str, Any] = {"scale": form.scale}
+    if made.mask is not None:
+        kwargs["attn_mask"] = made.mask
+    if variant.is_causal:
+        kwargs["is_causal"] = True
+    if site.dropout:
+        kwargs["dropout_p"] = site.dropout
+    if variant.grouped:
+        kwargs["enable_gqa"] = True
+    operands = (made.query, made.key, made.value)
+    pinned = prefers_cudnn(fake_value(made.query), fake_value(made.key))
+    target: Any = PINNED_ATTENTION if pinned else F.scaled_dot_product_attention
+    kernel = fused_kernel(functools.partial(_try, target, operands, kwargs))
+    if not kernel:
+        return None
+    if pinned and made.mask is not None:
+        operands, kwargs = (*operands, made.mask), {k: v for k, v in kwargs.items() if k != "attn_mask"}
+    fused = attempt.call(target, operands, kwargs)
+    fused = finish(site, form, fused, made, attempt.builder)
+    detail = _describe(site, form, masking, variant, kernel)
+    return attempt.keep(form, fused, target="scaled_dot_product_attention", detail=detail)
+
+
+def _check_padding(site: Site, made: Parts) -> None:
+    """Zeros that are computed with cost time on the CPU, where it has no spare.
+
+    Raises:
+        MatchEnded: more than the fused kernel saves.
+    """
+    shape = [hint_of(size) for size in fake_value(made.query).shape]
+    keys, narrow, wide = (
+        hint_of(fake_value(made.key).shape[2]),
+        hint_of(_width(site.query)),
+        hint_of(_width(site.value)),
+    )
+    train = bool(site.fake().requires_grad)
+    if site.fake().device.type != "cpu" or _negligible(site):
+        return
+    if not head_sizes_pay((*shape[:3], narrow), keys, wide, site.dtype, train=train):
+        raise MatchEnded(
+            site.output,
+            "the CPU's kernel takes one head size, and padding to it costs more than it saves at this size",
+            observed=f"head sizes {narrow} and {wide}, {shape[2]} queries and {keys} keys",
+            needed="equal head sizes, or a larger attention",
+            lever="give queries and values one head size",
+            code="not_profitable",
+        )
+
+
+def _negligible(site: Site) -> bool:
+    """Whether the attention is so small that no form of it takes a measurable part of a model's time on the CPU."""
+    work = 2 * (hint_of(_width(site.query)) + hint_of(_width(site.value)))
+    for axis in flat((*site.batch, *site.queries, *site.keys)):
+        work *= hint_of(axis.size)
+    return work <= _NEGLIGIBLE_FLOPS
+
+
+def _try(target: Any, operands: tuple[Node, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    named = {k: concrete(fake_value(v)) if isinstance(v, Node) else v for k, v in kwargs.items()}
+    return target(*(concrete(fake_value(o)) for o in operands), **named)
+
+
+def _with_bias(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
+    """The CPU's fused attention with a mask that requires grad."""
+    made = _parts(attempt, form, variant)
+    fake = fake_value(made.query)
+    trained = made.mask is not None and fake_value(made.mask).requires_grad
+    if fake.device.type != "cpu" or not trained or site.dropout or site.sinks:
+        return None
+    sizes = [hint_of(size) for size in fake.shape]
+    pays = bias_pays(tuple(sizes), hint_of(fake_value(made.key).shape[2]), site.dtype)
+    if not pays and not _negligible(site):
+        raise MatchEnded(
+            site.output,
+            f"the mask {made.mask} requires grad, and its gradient costs more than a fused kernel saves",
+            observed=f"scores of {sizes[:3]} and {fake_value(made.key).shape[2]} keys in {site.dtype}",
+            needed="float32 scores of 32 MiB or more on the CPU, or a mask that requires no grad",
+            lever="make the added mask a constant, or run without grad",
+            code="not_profitable",
+        )
+    kwargs: dict[str, Any] = {"scale": form.scale}
+    if variant.grouped:
+        kwargs["enable_gqa"] = True
+    operands = (made.query, made.key, made.value, made.mask)
+    fused = finish(site, form, attempt.call(ATTENTION_WITH_BIAS, operands, kwargs), made, attempt.builder)
+    detail = _describe(site, form, masking, variant, "_scaled_dot_product_flash_attention_for_cpu")
+    return attempt.keep(form, fused, target="omnicomp.attention_with_bias", detail=detail)
+
+
+def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
+    """A fused attention, scaled by what the sink leaves of the weights."""
+    if len(site.sinks) != 1 or site.dropout:
+        raise MatchEnded(
+            site.softmax.node,
+            "several logits without values take part in the softmax, or dropout is active",
+            needed="one sink for each head and no dropout",
+        )
+    made = _parts(attempt, form, variant)
+    query, masked = fake_value(made.query), made.mask is not None
+    trained = masked and fake_value(made.mask).requires_grad
+    kernel = sink_kernel(query, fake_value(made.key), masked=masked, trained=trained, is_causal=variant.is_causal)
+    if not kernel:
+        return None
+    batch, heads, queries, _ = form.groups(site)
+    sink = attempt.builder.term(site.sinks[0], (batch, heads, queries, ()), query.device)
+    kwargs: dict[str, Any] = {"scale": form.scale}
+    if variant.is_causal:
+        kwargs["is_causal"] = True
+    if variant.grouped:
+        kwargs["enable_gqa"] = True
+    operands = (made.query, made.key, made.value, sink, made.mask)
+    fused = finish(site, form, attempt.call(ATTENTION_WITH_SINK, operands, kwargs), made, attempt.builder)
+    detail = _describe(site, form, masking, variant, kernel)
+    return attempt.keep(form, fused, target="omnicomp.attention_with_sink", detail=detail)
+
+
+def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel: str) -> str:
+    words = [f"scale={form.scale:g}"]
+    if variant.is_causal:
+        words.append("is_causal")
+    elif form.mask and not variant.unmasked:
+        words.append(f"dense mask ({masking.name})")
+    if variant.grouped:
+        words.append("enable_gqa")
+    if variant.padded:
+        words.append("padded head size")
+    if site.sinks:
+        words.append("sink")
+    if site.dropout:
+        words.append(f"dropout={site.dropout:g}")
+    return f"{', '.join(words)}; kernel {kernel}"
+
+
+def _not_profitable(site: Site, context: PassContext, errors: list[str]) -> MatchEnded:
+    query, value = site.query.value.fake, site.value.value.fake
+    observed, lever = f"{site.dtype}, shapes {list(query.shape)} and {list(value.shape)}", "use a dtype or head size"
+    lever += " that torch's fused attention takes on this device"
+    if site.dropout:
+        observed, lever = f"dropout={site.dropout:g}", "set the attention's dropout to 0"
+    elif errors:
+        observed = errors[0]
+    kernels = ", ".join(context.device.capabilities().attention_kernels) or "none"
+    return MatchEnded(
+        site.output,
+        "torch would take its unfused path for this attention, which is not faster than the code as written",
+        observed=observed,
+        needed=f"a fused kernel of the device ({kernels})",
+        lever=lever,
+        code="not_profitable",
+    )

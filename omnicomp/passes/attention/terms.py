@@ -1,0 +1,198 @@
+"""The meaning of attention scores: expressions over the indices of batch, head, query and key.
+
+A *term* is the value of one element of a tensor, as a function of *axes* (indices). The element of a tensor that was
+made elsewhere is a `Read`; what was computed on the way is an `Apply`; the arithmetic of indices starts at an `Index`.
+Views of tensors leave no trace in a term: they only say which axes address which dimension.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+__all__ = [
+    "OPERATIONS",
+    "Apply",
+    "Axis",
+    "Index",
+    "Number",
+    "Position",
+    "Read",
+    "Scores",
+    "Term",
+    "flat",
+    "leaves",
+    "rewrite",
+]
+
+
+class Axis:
+    """An index that runs from 0 to `size` - 1; two axes are the same one only if they are the same object.
+
+    A reshape may show that an axis is made of several: then it has `parts`, most significant first, and whoever holds
+    the axis sees it split.
+
+    Attributes:
+        name: for people: `b`, `h`, `q`, `k` or `d` and a number.
+        size: a number, or a symbolic one.
+        parts: the axes that it was split into, or nothing.
+    """
+
+    __slots__ = ("name", "parts", "size")
+
+    def __init__(self, name: str, size: Any) -> None:
+        self.name, self.size = name, size
+        self.parts: tuple[Axis, ...] = ()
+
+    def flat(self) -> "tuple[Axis, ...]":
+        """The axis itself, or what it was split into, most significant first."""
+        return tuple(leaf for part in self.parts for leaf in part.flat()) if self.parts else (self,)
+
+    def __repr__(self) -> str:
+        return f"{self.name}<{self.size}>" if not self.parts else "(" + " ".join(map(repr, self.flat())) + ")"
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Which element along one dimension of a tensor: `start` + the mixed-radix number of the axes.
+
+    Attributes:
+        axes: the digits, most significant first; none is the constant `start` (a broadcast dimension, a `select`).
+        start: first element, a number or a symbolic one (a slice).
+    """
+
+    axes: tuple[Axis, ...] = ()
+    start: Any = 0
+
+    def flat(self) -> tuple[Axis, ...]:
+        """The digits with every split axis resolved."""
+        return tuple(leaf for axis in self.axes for leaf in axis.flat())
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Term:
+    """One element of a tensor, as a function of axes.
+
+    Attributes:
+        dtype: dtype in which the program holds it.
+    """
+
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Scores(Term):
+    """The product of a query and a key: the sum over the features, before any scale."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Number(Term):
+    """A number that no index changes.
+
+    Attributes:
+        value: a Python number or bool, or a symbolic number of the graph (`torch.SymInt`, `torch.SymFloat`).
+    """
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Index(Term):
+    """A number made from an index, as `arange` gives: `start + step * position`.
+
+    Attributes:
+        position: the index.
+        start: value at position 0, a number or a symbolic one.
+        step: difference of neighbours.
+    """
+
+    position: Position
+    start: Any = 0
+    step: Any = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Read(Term):
+    """One element of a tensor that the graph holds.
+
+    Attributes:
+        value: the tensor; which one is known to whoever made the term. Equal objects are the same tensor.
+        at: the position along each of its dimensions.
+    """
+
+    value: Any
+    at: tuple[Position, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Apply(Term):
+    """A pointwise operation.
+
+    Attributes:
+        op: one of `OPERATIONS`.
+        args: its operands, already in the dtype in which the operation computes.
+    """
+
+    op: str
+    args: tuple[Term, ...]
+
+
+# Names and numbers of operands. `cast` rounds to its own dtype; `where` takes (condition, then, otherwise); `and`,
+# `or`, `xor` and `not` are logical for bools (bitwise for integers); `floordiv` and `mod` round towards minus infinity.
+OPERATIONS: Final[dict[str, int]] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "floordiv", "mod", "pow", "maximum", "minimum"), 2),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"), 2),
+    **dict.fromkeys(("neg", "abs", "exp", "log", "tanh", "sigmoid", "sqrt", "rsqrt", "relu", "not", "cast"), 1),
+    **dict.fromkeys(("sin", "cos", "erf", "floor", "reciprocal", "log1p", "softplus"), 1),
+    "where": 3,
+}
+
+
+def flat(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """The axes with every split one resolved, and without those of one element."""
+    found = (leaf for axis in axes for leaf in axis.flat())
+    return tuple(axis for axis in found if not (isinstance(axis.size, int) and axis.size == 1))
+
+
+def key_of(term: Term, names: Mapping[Axis, Hashable]) -> Hashable:
+    """Equal for terms that are the same function of the axes with the same names.
+
+    Args:
+        term: reads are the same if their values are the same object, which must outlive the key.
+        names: what each axis is, for example `("keys", 0)`; axes that are absent stand for themselves.
+    """
+
+    def place(position: Position) -> Hashable:
+        return tuple(names.get(axis, id(axis)) for axis in flat(position.axes)), str(position.start)
+
+    if isinstance(term, Read):
+        return "read", id(term.value), tuple(map(place, term.at))
+    if isinstance(term, Index):
+        return "index", place(term.position), str(term.start), str(term.step), term.dtype
+    if isinstance(term, Number):
+        return "number", str(term.value), term.dtype
+    if isinstance(term, Apply):
+        return term.op, term.dtype, *(key_of(argument, names) for argument in term.args)
+    return type(term).__name__
+
+
+def leaves(term: Term) -> Iterator[Term]:
+    """The terms without operands in `term`, left to right."""
+    if isinstance(term, Apply):
+        for argument in term.args:
+            yield from leaves(argument)
+    else:
+        yield term
+
+
+def rewrite(term: Term, change: Callable[[Term], Term | None]) -> Term:
+    """`term` with every part replaced for which `change` gives another one, outermost first."""
+    changed = change(term)
+    if changed is not None:
+        return changed
+    if not isinstance(term, Apply):
+        return term
+    args = tuple(rewrite(argument, change) for argument in term.args)
+    same = all(new is old for new, old in zip(args, term.args, strict=True))
+    return term if same else dataclasses.replace(term, args=args)

@@ -1,0 +1,106 @@
+"""Random attention programs under omni against float64: every spelling with every other, values and gradients."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+
+from omnicomp.testing.attention import Mismatch, Program, Tally, Unsuited, build, check, random_program, sample
+
+# Share of the programs that have to be fused. It is over all choices at once, the odd ones included: a program of this
+# kind has several features that a real model has one of.
+FUSED = {"inference": 0.0, "training": 0.0, "dynamic": 0.0}
+
+
+@st.composite
+def programs(draw: Any, **fixed: bool) -> Program:
+    return sample(lambda name, options: draw(st.sampled_from(options), label=name), **fixed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "examples", "fixed"),
+    [
+        ("inference", 320, {"training": False, "dynamic": False}),
+        ("training", 140, {"training": True, "dynamic": False}),
+        ("dynamic", 40, {"dynamic": True}),
+    ],
+)
+def test_a_program_gives_what_eager_gives(kind: str, examples: int, fixed: dict[str, bool]) -> None:
+    tally = Tally()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(**fixed))
+    def compare(program: Program) -> None:
+        try:
+            outcome = check(program)
+        except Unsuited:
+            tally.unsuited.append(program)
+            assume(False)
+        else:
+            tally.add(program, outcome)
+            event("fused" if outcome.fused else "not fused")
+
+    compare()
+    print(tally.report())
+    assert len(tally.unsuited) < examples / 20, "programs that eager cannot run are programs not drawn"
+    assert tally.empty_rows > examples / 20
+    assert tally.share() >= FUSED[kind]
+
+
+PLAIN = Program(mask="tril", padding="right", bias="head", softcap="functions", training=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"factor": 0.55},
+        {"mask": "prefix"},
+        {"mask": "none"},
+        {"padding": "none"},
+        {"bias": "none"},
+        {"softcap": "none"},
+        {"softmax": "quiet"},
+        {"softmax": "handmade", "bottom_right": False, "mask": "window"},
+        {"merge": "swapped"},
+        {"region": "no_grad"},
+    ],
+)
+def test_the_check_sees_a_program_that_is_another(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would pass whatever the compiler does, if this did not fail."""
+    other = dataclasses.replace(PLAIN, **change)
+
+    def wrong(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        module.forward = type(module).forward.__get__(build(other).module)
+        return module
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    with pytest.raises(Mismatch, match="mask='tril'"):
+        check(PLAIN)
+
+
+def test_the_check_passes_eager_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    assert not check(PLAIN).fused
+
+
+def test_a_program_is_made_again_from_its_repr() -> None:
+    for index in range(200):
+        program = random_program(1, index)
+        assert program == random_program(1, index)
+        assert eval(repr(program)) == program
+
+
+def test_every_query_that_attends_to_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    assert check(Program(mask="tril", padding="left")).empty_rows
+    assert not check(Program(mask="tril", padding="right")).empty_rows
