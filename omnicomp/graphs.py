@@ -136,7 +136,7 @@ def insert_call(
         Exception: whatever `target` raises on the fake values of its arguments.
     """
     kwargs = kwargs or {}
-    value = evaluate(target, args, kwargs)
+    value = evaluate(target, args, kwargs, like=fake_value(anchor))
     with anchor.graph.inserting_before(anchor):
         node = anchor.graph.call_function(target, args, kwargs)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "custom"):
@@ -146,11 +146,11 @@ def insert_call(
     return node
 
 
-def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `target` on the fake values of its arguments, under the fake mode that those belong to."""
+def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, like: Any = None) -> Any:
+    """Run `target` on the fake values of its arguments, under the fake mode that those, or else `like`, belong to."""
     real_args = map_arg(args, fake_value)
     real_kwargs = map_arg(kwargs, fake_value)
-    mode = _fake_mode((real_args, real_kwargs))
+    mode = _fake_mode((real_args, real_kwargs, like))
     if mode is None:
         return target(*real_args, **real_kwargs)
     with mode:

@@ -46,8 +46,13 @@ def listening(values: Sequence[Any], listener: Listener) -> Generator[Callable[[
             yield lambda tensor: tensor
         return
     environment = mode.shape_env
-    quiet = environment.suppress_guards() if environment is not None else contextlib.nullcontext()
-    with mode, quiet, torch.no_grad(), mock.patch.object(mode, "allow_non_fake_inputs", True):
+    with contextlib.ExitStack() as stack:
+        if environment is not None:
+            stack.enter_context(environment.suppress_guards())
+            # Operators whose results depend on data make symbols here that belong to no node.
+            stack.enter_context(environment.ignore_fresh_unbacked_symbols())
+        for context in (mode, torch.no_grad(), mock.patch.object(mode, "allow_non_fake_inputs", True)):
+            stack.enter_context(context)
         with _ListeningMode(listener):
             yield mode.from_tensor
 

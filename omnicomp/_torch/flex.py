@@ -23,6 +23,7 @@ from torch.utils._triton import has_triton
 __all__ = [
     "BLOCK_SIZE",
     "FLEX",
+    "FLEX_BACKWARD",
     "ONE_BLOCK",
     "backward_without_kernel",
     "block_mask_tuple",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 FLEX: Final[Any] = torch.ops.higher_order.flex_attention
-_BACKWARD: Final[Any] = torch.ops.higher_order.flex_attention_backward
+FLEX_BACKWARD: Final[Any] = torch.ops.higher_order.flex_attention_backward
 BLOCK_SIZE: Final[int] = frontend._DEFAULT_SPARSE_BLOCK_SIZE
 # The size of the one block of a mask that is none: larger than any sequence.
 ONE_BLOCK: Final[int] = frontend._LARGE_SPARSE_BLOCK_SIZE
@@ -155,7 +156,7 @@ def backward_without_kernel(*arguments: Any) -> Any:
         for value in read
     ]
     with torch.no_grad():
-        return _BACKWARD(*front, tuple(asked), masked)
+        return FLEX_BACKWARD(*front, tuple(asked), masked)
 
 
 def tanh_of_scores(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:

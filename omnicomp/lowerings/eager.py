@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.flex import FLEX_BACKWARD, backward_without_kernel
 from omnicomp._torch.fx import boxed
 from omnicomp.graphs import fake_value, op_name, source_line
 from omnicomp.layouts import layout_of, restride
@@ -53,6 +54,8 @@ class EagerLowering:
             # The graph is functional, so that a copy in its place is never written to.
             node.target = torch.ops.aten.reshape.default
         operators = sorted({op_name(node) for node in module.graph.nodes if node.op == "call_function"})
+        for node in module.graph.find_nodes(op="call_function", target=FLEX_BACKWARD):
+            node.target = backward_without_kernel
         run = boxed(module)
 
         def call(arguments: list[Any]) -> Sequence[Any]:

@@ -11,7 +11,8 @@ from typing import Final
 from torch.fx import GraphModule, Node
 
 from omnicomp.graphs import op_name, source_line
-from omnicomp.passes.attention.match import candidates, match
+from omnicomp.passes.attention.candidates import candidates
+from omnicomp.passes.attention.match import match
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.replace import check_unused, replace

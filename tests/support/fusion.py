@@ -12,7 +12,7 @@ from omnicomp.devices import get_device
 from omnicomp.options import Policy
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import PassContext, run_pipeline
-from omnicomp.timeline import NearMiss, Timeline
+from omnicomp.timeline import NearMiss, Rewrite, Timeline
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -20,9 +20,9 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 class Backend:
     """Runs the pass on Dynamo's graph, and then the graph in eager or, for gradients, through AOTAutograd."""
 
-    def __init__(self, *, training=False, policy=None):
-        self.training, self.policy = training, policy or Policy(verify=True)
-        self.timeline, self.graphs = Timeline(), []
+    def __init__(self, *, training=False, policy=None, speculate=False):
+        self.training, self.policy, self.speculate = training, policy or Policy(verify=True), speculate
+        self.timeline, self.graphs, self.contexts = Timeline(), [], []
 
     def __call__(self, module, inputs):
         context = PassContext(
@@ -31,7 +31,9 @@ class Backend:
             policy=self.policy,
             timeline=self.timeline,
             training=self.training,
+            speculate=self.speculate,
         )
+        self.contexts.append(context)
         run_pipeline((AttentionFusion(),), module, context)
         self.graphs.append(module)
         return aot_eager(module, inputs) if self.training else module.forward
@@ -41,6 +43,18 @@ class Backend:
 
     def reasons(self):
         return [event.reason for event in self.of(NearMiss)]
+
+    def rewrite(self):
+        """The only site of the only graph, which was fused."""
+        assert self.reasons() == []
+        (rewrite,) = self.of(Rewrite)
+        return rewrite
+
+    def miss(self):
+        """Why the only site of the only graph was left alone."""
+        assert self.of(Rewrite) == []
+        (reason,) = self.reasons()
+        return reason
 
     def attentions(self):
         modules = [m for g in self.graphs for m in g.modules() if isinstance(m, torch.fx.GraphModule)]
@@ -72,6 +86,49 @@ def fuse(function, *arguments, **options):
         bound = max((eager.double() - exact).abs().max(), torch.finfo(eager.dtype).eps)
         assert (result.double() - exact).abs().max() <= bound
     return backend
+
+
+def leaves(arguments):
+    """Copies of the arguments; those of floating point require grad if the arguments do."""
+    return [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def differentiate(function, *arguments, rtol=1e-4, atol=1e-5, keep=None, policy=None, speculate=False, **options):
+    """Compile with gradients, compare the value and all gradients with eager's, and return the backend.
+
+    Every argument of floating point requires grad. In half precision the errors against float64 are compared. `keep`
+    is multiplied to the gradient of the output: which elements anything is learned from.
+    """
+    arguments = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+    backend = Backend(training=True, policy=policy, speculate=speculate)
+    eager = results(function, leaves(arguments), keep)
+    found = results(compiled(function, backend, **options), leaves(arguments), keep)
+    assert [f is None for f in found] == [e is None for e in eager], "who gets a gradient"
+    half = any(isinstance(a, torch.Tensor) and a.dtype in (torch.half, torch.bfloat16) for a in arguments)
+    wide = [a.detach().double().requires_grad_() if a.is_floating_point() else a for a in arguments] if half else []
+    exact = results(function, wide, keep) if half else eager
+    for got, want, true in zip(found, eager, exact, strict=True):
+        if got is None:
+            continue
+        assert got.dtype == want.dtype
+        assert torch.equal(got.isnan(), want.isnan())
+        if not half:
+            torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            error, own = ((x.double() - true).abs().nan_to_num().max() for x in (got, want))
+            assert error <= max(1.5 * own, 2 * torch.finfo(got.dtype).eps * true.abs().nan_to_num().max())
+    assert found[0].stride() == eager[0].stride()
+    return backend
+
+
+def results(function, arguments, keep=None):
+    """The value of a function, and the gradients of those arguments that require grad."""
+    out = function(*arguments)
+    needed = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    torch.manual_seed(7)
+    gradient = torch.randn(out.shape).to(out.dtype)
+    gradient = gradient if keep is None else gradient * keep
+    return [out.detach(), *torch.autograd.grad(out, needed, gradient, allow_unused=True)]
 
 
 def plain(q, k, v, m):

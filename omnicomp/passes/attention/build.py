@@ -43,10 +43,11 @@ class Builder:
     Args:
         get: gives what stands for a traced tensor: a node, or a stand-in of its size.
         call: runs or inserts one call: `call(function, args, kwargs)`.
+        symbol: gives the node of a symbolic number; raises ValueError if nothing that is held is that number.
     """
 
-    def __init__(self, get: Callable[[Any], Any], call: Call) -> None:
-        self.get, self.call = get, call
+    def __init__(self, get: Callable[[Any], Any], call: Call, symbol: Callable[[Any], Any] | None = None) -> None:
+        self.get, self.call, self.symbol = get, call, symbol
         self._sizes: dict[Axis, tuple[Any, int]] = {}
 
     def learn(self, item: Any, at: Sequence[Position]) -> None:
@@ -153,14 +154,24 @@ class Builder:
         if isinstance(term, Read):
             return self.place(self.get(term.value), term.at, groups)
         if isinstance(term, Number):
-            if not isinstance(term.value, int | float):
-                raise ValueError("a symbolic number takes part in the scores")
-            return self.call(torch.full, ((), term.value), {"dtype": term.dtype, "device": device})
+            value = self._number(term)
+            return self.call(torch.full, ((), value), {"dtype": term.dtype, "device": device})
         if isinstance(term, Index):
             return self._index(term, groups, device)
         if isinstance(term, Apply):
             return self._apply(term, groups, device)
         raise ValueError(f"{type(term).__name__} can't be made into a tensor")
+
+    def factor(self, term: Term, groups: Sequence[Group], device: torch.device) -> Any:
+        """`term`, but a number stays one: a symbolic number in a tensor would be made a constant of the graph."""
+        return self._number(term) if isinstance(term, Number) else self.term(term, groups, device)
+
+    def _number(self, term: Number) -> Any:
+        if isinstance(term.value, int | float):
+            return term.value
+        if self.symbol is None:
+            raise ValueError("a symbolic number takes part in the scores")
+        return self.symbol(term.value)
 
     def _index(self, term: Index, groups: Sequence[Group], device: torch.device) -> Any:
         numbers = (term.start, term.step, term.position.start)
@@ -187,12 +198,7 @@ class Builder:
             return self.call(torch.where, tuple(self.term(a, groups, device) for a in args))
         if term.op in _UNARY:
             return self.call(_UNARY[term.op], (self.term(args[0], groups, device),))
-        made = [
-            a.value
-            if isinstance(a, Number) and n and isinstance(a.value, int | float)
-            else self.term(a, groups, device)
-            for n, a in enumerate(args)
-        ]
+        made = [self.factor(a, groups, device) if n else self.term(a, groups, device) for n, a in enumerate(args)]
         return self.call(_BINARY[term.op], tuple(made))
 
 

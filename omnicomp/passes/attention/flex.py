@@ -350,6 +350,11 @@ class _Site:
         with flex.on_real_tensors():
             tensors = make()
             present = list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+            if self._device.type == "cpu" and all(tensor.unique().numel() == 1 for tensor in present):
+                # Inductor would fold views of a constant away, whose buffers its C++ template then misses.
+                filled = {id(t): (list(t.shape), int(t.flatten()[0])) for t in present}
+                made = {key: self._call(torch.full, *what, dtype=torch.int32) for key, what in filled.items()}
+                return tuple(None if t is None else made[id(t)] for t in tensors), are_contiguous(tensors)
             padded = [F.pad(tensor.flatten(), (0, -tensor.numel() % 4)) for tensor in present]
             packed, contiguous = torch.cat(padded), are_contiguous(tensors)
         name = _free_name(self._module, "flex_blocks")

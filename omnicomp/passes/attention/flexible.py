@@ -1,5 +1,8 @@
 """An attention as FlexAttention: for scores that go through a function, and for masks that leave out whole blocks."""
 
+import dataclasses
+import functools
+import math
 from typing import Any, Final
 
 import torch
@@ -9,47 +12,50 @@ from omnicomp.graphs import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking
-from omnicomp.passes.attention.match import axes_in
 from omnicomp.passes.attention.operands import visible
+from omnicomp.passes.attention.reader import cast
 from omnicomp.passes.attention.sdpa import Variant, finish, parts
-from omnicomp.passes.attention.session import Attempt, Chosen
+from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step
-from omnicomp.passes.attention.terms import Apply, Read, Scores, Term, flat, leaves
+from omnicomp.passes.attention.steps import axes_in
+from omnicomp.passes.attention.terms import Apply, Number, Read, Scores, Term, flat, leaves
 
 __all__ = ["flex_pays", "insert"]
 
 # Pairs of a query and a key from which a mask made of blocks is faster than one read element by element.
-_SPARSE_PAIRS: Final = 4096 * 4096
+_SPARSE_PAIRS: Final = 1024 * 1024
 # The same for a bias that is computed from indices instead of being read.
 _COMPUTED_PAIRS: Final = 1024 * 1024
 
 
-def flex_pays(site: Site, form: Form, masking: Masking) -> bool:
+def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> bool:
     """Whether FlexAttention is faster than `scaled_dot_product_attention` with a dense mask, where both can be had."""
-    if (
-        site.fake().device.type != "cuda"
-        or not form.mask
-        or (masking.is_causal or (masking.is_full and not masking.biases))
-    ):
+    plain = masking.is_causal or (masking.is_full and not masking.biases)
+    if site.fake().device.type != "cuda" or not form.mask or plain or site.dropout:
         return False
     pairs = 1
     for axis in flat((*site.queries, *site.keys)):
         pairs *= hint_of(axis.size)
     if masking.biases:
-        return pairs >= _COMPUTED_PAIRS and all(_computed(step, site) for step in masking.biases)
+        computed = all(isinstance(s, Add) and _computed(s.term, site, session) is not None for s in masking.biases)
+        return pairs >= _COMPUTED_PAIRS and computed
     return pairs >= _SPARSE_PAIRS and masking.mask is not None and masking.mask.name != "unknown"
 
 
-def _computed(step: Step, site: Site) -> bool:
-    """Whether no element is read that differs between queries and keys at once, and none is trained."""
-    if not isinstance(step, Add):
-        return False
-    for leaf in leaves(step.term):
+def _computed(term: Term, site: Site, session: Session) -> Term | None:
+    """A bias as arithmetic of what the graph holds, or None.
+
+    Nothing is read that differs between queries and keys at once, and nothing is trained.
+    """
+    found = visible(session.reader.expand(term), session.trace, session.reader, site.output)
+    for leaf in leaves(found) if found is not None else ():
         if isinstance(leaf, Read):
             axes = axes_in(leaf)
-            if (axes & set(flat(site.queries)) and axes & set(flat(site.keys))) or leaf.value.fake.requires_grad:
-                return False
-    return True
+            node = session.trace.holder(leaf.value, site.output)
+            trained = node is not None and fake_value(node).requires_grad
+            if trained or (axes & set(flat(site.queries)) and axes & set(flat(site.keys))):
+                return None
+    return found
 
 
 def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen | None:
@@ -68,11 +74,17 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
         if masking.keep is None or masking.is_full
         else visible(masking.keep, session.trace, session.reader, site.output)
     )
-    score = _score(site, form, masking)
+    score = _score(site, form, masking, session)
     score = None if score is None else visible(score, session.trace, session.reader, site.output)
     rows = masking.mask is None or masking.is_full or masking.mask.rows_nonempty
     if (masking.keep is not None and keep is None and not masking.is_full) or (not rows and not masking.finite):
         raise _ended(site, "the mask is not a function that FlexAttention can call", masking.name)
+    hidden = keep
+    if keep is not None and site.fake().device.type == "cpu":
+        # Inductor folds constant blocks away, and its C++ template then misses them (torch 2.13).
+        score = score if score is not None else Scores(dtype=torch.float32)
+        lowest = Number(dtype=torch.float32, value=-math.inf)
+        score, keep = Apply(dtype=torch.float32, op="where", args=(keep, score, lowest)), None
     spec = FlexSpec(
         query=made.query,
         key=made.key,
@@ -91,14 +103,14 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     if why is not None:
         raise _ended(site, why, masking.name or "no mask")
     fused, _ = insert_flex(session.module, site.output, spec, session.blocks)
-    if not rows and keep is not None:
-        fused = _average_empty_rows(site, form, masking, made.value, keep, fused, attempt)
+    if not rows and hidden is not None:
+        fused = _average_empty_rows(site, form, made.value, hidden, fused, attempt)
     fused = finish(site, form, fused, made, attempt.builder)
     words = [f"scale={form.scale:g}"]
     if score is not None:
-        words.append("score: " + ", ".join(_words(site)))
-    if keep is not None:
-        words.append(f"block mask ({masking.mask.name if masking.mask else ''})")
+        words.append("score: " + ", ".join(_words(site, form, masking)))
+    if hidden is not None:
+        words.append(f"{'mask' if keep is None else 'block mask'} ({masking.mask.name if masking.mask else ''})")
     return attempt.keep(form, fused, target="flex_attention", detail=", ".join(words))
 
 
@@ -113,40 +125,43 @@ def _ended(site: Site, sentence: str, observed: str) -> MatchEnded:
     )
 
 
-def _score(site: Site, form: Form, masking: Masking) -> Term | None:
+def _score(site: Site, form: Form, masking: Masking, session: Session) -> Term | None:
     """What goes into the softmax, without the steps that only hide keys; None if that is the scaled product."""
     if site.steps is None:
         return site.score
-    if not any(isinstance(step, Function) for step in site.steps) and form.mask:
-        total: Term = Scores(dtype=torch.float32)
-        for step in masking.biases:
-            total = _stepped(total, step)
-        return total if masking.biases else None
-    if not form.mask and all(isinstance(step, Scale) for step in site.steps) and form.scale != site.scale:
-        return None
-    return site.score
+    steps = (*form.inner, *masking.biases)
+    total: Term = Scores(dtype=torch.float32)
+    for step in steps:
+        if isinstance(step, Add) and (computed := _computed(step.term, site, session)) is not None:
+            step = dataclasses.replace(step, term=computed)
+        total = _stepped(total, step)
+    return total if steps else None
 
 
 def _stepped(term: Term, step: Step) -> Term:
+    """One step, in float32 as the kernel holds the scores."""
+    made = functools.partial(Apply, dtype=torch.float32)
     if isinstance(step, Add):
-        other = (
-            step.term if step.term.dtype == torch.float32 else Apply(dtype=torch.float32, op="cast", args=(step.term,))
-        )
-        return Apply(dtype=torch.float32, op="sub" if step.negative else "add", args=(term, other))
-    raise ValueError(f"{type(step).__name__} is not a bias")
+        return made(op="sub" if step.negative else "add", args=(term, cast(step.term, torch.float32)))
+    if isinstance(step, Scale):
+        return made(op="div" if step.divide else "mul", args=(term, cast(step.term, torch.float32)))
+    if isinstance(step, Fill):
+        return made(op="where", args=(step.condition, cast(step.value, torch.float32), term))
+    if isinstance(step, Floor):
+        return made(op="maximum", args=(term, Number(dtype=torch.float32, value=step.value)))
+    return made(op=step.op, args=(term,))
 
 
-def _words(site: Site) -> list[str]:
+def _words(site: Site, form: Form, masking: Masking) -> list[str]:
     if site.steps is None:
         return ["arithmetic of elements"]
-    names = {Function: "", Add: "bias", Fill: "fill", Floor: "clamp", Scale: "scale"}
-    found = [step.op if isinstance(step, Function) else names[type(step)] for step in site.steps]
+    names = {Add: "bias", Fill: "fill", Floor: "clamp", Scale: "scale"}
+    steps = (*form.inner, *masking.biases)
+    found = [step.op if isinstance(step, Function) else names[type(step)] for step in steps]
     return list(dict.fromkeys(found))
 
 
-def _average_empty_rows(
-    site: Site, form: Form, masking: Masking, value: Any, keep: Term, fused: Any, attempt: Attempt
-) -> Any:
+def _average_empty_rows(site: Site, form: Form, value: Any, keep: Term, fused: Any, attempt: Attempt) -> Any:
     """Rows without a key share equally in eager, where one finite minimum swallows all scores, and are zero here."""
     groups, call = form.groups(site), attempt.call
     made = attempt.builder.term(keep, groups, fake_value(fused).device)

@@ -6,16 +6,22 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp.passes.attention.match import axes_in
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Scale, Site, Step
-from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat, leaves
+from omnicomp.passes.attention.steps import axes_in
+from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Read, Term, flat
 from omnicomp.passes.attention.trace import Value
 
 __all__ = ["SWALLOWS", "Form", "dense_form", "is_finite", "number", "open_form"]
 
 # A number below this swallows, when it is added, scores of any usual size.
 SWALLOWS: Final = -1e8
+# Trained parameters are taken to be small: added to the most negative number of any dtype, they do not overflow.
+_TRAINED: Final = 8.0
+# Queries and keys are fewer.
+_POSITIONS: Final = 2.0**24
+_Range = tuple[float, float]
+_UNKNOWN: Final[_Range] = (-math.inf, math.inf)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -29,6 +35,7 @@ class Form:
         heads: how many of the last axes of `Site.batch`, as ordered in `batch`, are heads.
         batch: the axes of batches and heads; those that keys and values lack come last.
         shared: the axes that keys and values lack: grouped heads.
+        inner: steps on the scaled scores before the mask, which only FlexAttention can take.
     """
 
     scale: float
@@ -37,6 +44,7 @@ class Form:
     batch: tuple[Axis, ...]
     heads: int
     shared: tuple[Axis, ...]
+    inner: tuple[Step, ...] = ()
 
     def groups(self, site: Site) -> tuple[tuple[Axis, ...], ...]:
         """The axes of the four dimensions of the scores: batch, heads, queries, keys."""
@@ -74,8 +82,7 @@ def dense_form(site: Site) -> Form:
                 raise _ended(site, "the scale differs between queries or keys", "one value for each head")
             else:
                 factors.append(step)
-            if mask:
-                mask.append(step)
+            _scale_mask(mask, step)
         elif isinstance(step, Fill):
             value = number(step.value)
             if value is None or not _absorbs(value, step.value.dtype):
@@ -103,7 +110,7 @@ def dense_form(site: Site) -> Form:
             )
     # The softmax does not see what is the same for all keys. A parameter that is added keeps its gradient of zeros.
     while mask and isinstance(last := mask[-1], Add) and not axes_in(last.term) & set(flat(site.keys)):
-        if site.fake().requires_grad and not _is_maximum(last.term):
+        if site.sinks or (site.fake().requires_grad and not _is_maximum(last.term)):
             break
         mask.pop()
     batch, shared = _ordered(site)
@@ -112,12 +119,53 @@ def dense_form(site: Site) -> Form:
     return form
 
 
+def _scale_mask(mask: list[Step], scale: Scale) -> None:
+    """Scale what was added so far. What was filled stays filled: scaled down, it might not absorb scores any more."""
+    constant = number(scale.term)
+    fills: list[Step] = []
+    if constant is not None and constant > 0:
+        factor = 1 / constant if scale.divide else constant
+        while mask and isinstance(last := mask[-1], Fill):
+            fills.insert(0, _scaled_fill(last, factor))
+            mask.pop()
+    if mask:
+        mask.append(scale)
+    mask.extend(fills)
+
+
+def _scaled_fill(fill: Fill, factor: float) -> Fill:
+    value, dtype = number(fill.value), fill.value.dtype
+    if value is None or factor <= 1:
+        return fill
+    overflows = value * factor < torch.finfo(dtype).min
+    return Fill(fill.condition, Number(dtype=dtype, value=-math.inf if overflows else value * factor))
+
+
 def open_form(site: Site) -> Form:
-    """The form of scores that are not read as scale and mask."""
+    """The form of scores that are not read as scale and mask: other steps, and the mask that comes after them."""
     batch, shared = _ordered(site)
-    form = Form(scale=site.scale, factors=list(site.factors), mask=[], batch=batch, heads=0, shared=shared)
+    steps = list(site.steps or ())
+    cut = len(steps)
+    while cut and _is_mask(steps[cut - 1]):
+        cut -= 1
+    form = Form(
+        scale=site.scale,
+        factors=list(site.factors),
+        mask=steps[cut:],
+        batch=batch,
+        heads=0,
+        shared=shared,
+        inner=tuple(steps[:cut]),
+    )
     form.heads = _heads(site, form)
     return form
+
+
+def _is_mask(step: Step) -> bool:
+    if isinstance(step, Fill):
+        value = number(step.value)
+        return value is not None and _absorbs(value, step.value.dtype)
+    return isinstance(step, Add)
 
 
 def _ended(site: Site, sentence: str, needed: str, observed: str = "") -> MatchEnded:
@@ -180,29 +228,51 @@ def _expansion(batch: tuple[Axis, ...], heads: int, used: set[Axis]) -> int:
 
 def is_finite(term: Term, reader: Reader) -> bool:
     """Whether a mask is known to hold no -inf: it is made of numbers that are not, or of trained parameters."""
+    return all(map(math.isfinite, _range(term, reader, {})))
+
+
+def _range(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]]) -> _Range:
+    """The least and the greatest number that an element may be; infinite where the dtype may overflow."""
+    if id(term) not in memo:
+        low, high = _range_of(term, reader, memo)
+        if term.dtype.is_floating_point and max(-low, high) > torch.finfo(term.dtype).max:
+            low, high = _UNKNOWN
+        memo[id(term)] = term, (low, high)  # the term, so that its id stays its own
+    return memo[id(term)][1]
+
+
+def _range_of(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]]) -> _Range:
+    if term.dtype == torch.bool:
+        return 0.0, 1.0
     if isinstance(term, Number):
-        return math.isfinite(term.value) if isinstance(term.value, int | float) else False
-    if isinstance(term, Apply):
-        if term.op in ("cast", "add", "sub", "neg", "where", "maximum", "minimum", "tanh", "sigmoid", "mul", "abs"):
-            return all(is_finite(a, reader) or a.dtype == torch.bool for a in term.args) and _in_range(term)
-        return False
+        value = float(term.value) if isinstance(term.value, int | float) else math.nan
+        return _UNKNOWN if math.isnan(value) else (value, value)
     if isinstance(term, Read):
         if _only_parameters(term.value, set()):
-            return True
+            return -_TRAINED, _TRAINED
         inner = reader.define(term)
-        return inner is not None and is_finite(inner, reader)
-    return True
-
-
-def _in_range(term: Apply) -> bool:
-    """Whether the numbers of a term do not add up beyond the range of its dtype."""
-    numbers = [abs(float(leaf.value)) for leaf in leaves(term) if isinstance(leaf, Number)]
-    huge = [n for n in numbers if n > torch.finfo(torch.float16).max]
-    if not term.dtype.is_floating_point:
-        return True
-    return (
-        term.op in ("where", "maximum", "minimum") and all(n <= torch.finfo(term.dtype).max for n in huge)
-    ) or not huge
+        return _UNKNOWN if inner is None else _range(inner, reader, memo)
+    if isinstance(term, Index):
+        return -_POSITIONS, _POSITIONS
+    if not isinstance(term, Apply):
+        return _UNKNOWN
+    if term.op in ("tanh", "sin", "cos", "sigmoid"):
+        return -1.0, 1.0
+    operands = [_range(a, reader, memo) for a in term.args[term.op == "where" :]]
+    (low, high), (other_low, other_high) = operands[0], operands[-1]
+    if term.op == "add":
+        return low + other_low, high + other_high
+    if term.op == "sub":
+        return low - other_high, high - other_low
+    if term.op in ("where", "maximum", "minimum", "cast"):
+        return min(low, other_low), max(high, other_high)
+    if term.op in ("neg", "abs", "relu"):
+        most = max(-low, high)
+        return -most, most
+    if term.op == "mul" and all(map(math.isfinite, (low, high, other_low, other_high))):
+        products = [a * b for a in (low, high) for b in (other_low, other_high)]
+        return min(products), max(products)
+    return _UNKNOWN
 
 
 def _only_parameters(value: Value, seen: set[Any]) -> bool:

@@ -5,109 +5,31 @@ the weights, the scores, the queries, keys and values say which axis is what. Th
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
+from torch.fx import Node
 
 from omnicomp._torch.attention import known_equal
+from omnicomp.passes.attention.candidates import (
+    PASSED,
+    PRODUCTS,
+    comes_from_product,
+    exponential,
+    normalized_dim,
+    written_out,
+)
 from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.reader import At, Reader, axes_of
-from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step
-from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Read, Scores, Term, flat, leaves
+from omnicomp.passes.attention.site import Fill, MatchEnded, Scale, Site, Step
+from omnicomp.passes.attention.steps import number_in, step_of, steps_of, uncast
+from omnicomp.passes.attention.terms import Apply, Axis, Position, Read, Scores, Term, flat, leaves
 from omnicomp.passes.attention.trace import Op, Trace, Value
 from omnicomp.passes.attention.views import VIEWS, NotAView, full, source
 
-__all__ = ["axes_in", "candidates", "match", "steps_of"]
+__all__ = ["match"]
 
-_PRODUCTS: Final = ("bmm", "mm")
-_SOFTMAX: Final = ("_softmax", "_safe_softmax")
 _CASTS: Final = ("_to_copy", "to")
-_PASSED: Final = frozenset(
-    "add sub rsub mul div neg where masked_fill clamp clamp_min maximum minimum tanh exp scaled_add _to_copy copy cat "
-    "dropout sigmoid relu pow sqrt index_put slice_scatter constant_pad_nd gather index amax max sum nan_to_num abs "
-    "logsumexp overwritten as_strided new_zeros nan_to_num roll flip".split()
-) | frozenset(VIEWS)
-
-
-def candidates(trace: Trace, graph: Graph) -> Iterator[tuple[Op, Op]]:
-    """The normalizations over keys that a graph makes, each with the product that uses its weights.
-
-    A candidate comes from a product through arithmetic and views, and leads to another product likewise.
-    """
-    for op in trace.ops:
-        if op.node.graph is not graph or not op.outputs:
-            continue
-        exponential = _exponential(op)
-        if op.name not in _SOFTMAX and exponential is None:
-            continue
-        scores = next(op.inputs) if exponential is None else exponential
-        if _above(scores) and (used := _below(op.outputs[0])) is not None:
-            yield op, used
-
-
-def _exponential(op: Op) -> Value | None:
-    """What a softmax that is written out normalizes: `x` of `exp(x) / sum(exp(x))` or of `exp(log_softmax(x))`."""
-    if op.name == "exp":
-        inner = _behind_views(op.args[0])
-        return inner.op.args[0] if inner.op is not None and inner.op.name == "_log_softmax" else None
-    if op.name != "div" or len(op.args) != 2 or not all(isinstance(a, Value) for a in op.args):
-        return None
-    above, below = (_behind_views(a, ("clone", "expand", "_to_copy", "copy")) for a in op.args)
-    if above.op is None or below.op is None or above.op.name != "exp" or below.op.name != "sum":
-        return None
-    summed = _behind_views(below.op.args[0], ("clone", "_to_copy"))
-    dims: Any = below.op.argument("dim")
-    if summed is not above or not isinstance(dims, list | tuple) or len(dims) != 1:
-        return None
-    return above.op.args[0] if below.op.argument("keepdim", False) else None
-
-
-def _behind_views(value: Value, names: Sequence[str] = ("clone", "_to_copy", "alias", "detach")) -> Value:
-    while value.op is not None and value.op.name in names:
-        value = next(value.op.inputs)
-    return value
-
-
-def _above(value: Value) -> bool:
-    """Whether a value comes from a product of two tensors that were computed."""
-    seen, stack = {value}, [value]
-    while stack and len(seen) < 500:
-        op = stack.pop().op
-        if op is None:
-            continue
-        if op.name in _PRODUCTS:
-            if not any(_is_parameter(operand) for operand in op.inputs):
-                return True
-        elif op.name in _PASSED:
-            new = [v for v in op.inputs if v not in seen]
-            seen.update(new)
-            stack.extend(new)
-    return False
-
-
-def _is_parameter(value: Value) -> bool:
-    value = _behind_views(value, ("t", "transpose", "view", "expand", "permute", "alias", "detach", "_to_copy"))
-    fake: Any = [node.meta.get("example_value") for node in value.holders[:1] if node.op in ("placeholder", "get_attr")]
-    return bool(fake) and isinstance(fake[0], torch.nn.Parameter)
-
-
-def _below(value: Value) -> Op | None:
-    """The first product that reads a value through arithmetic and views."""
-    seen, queue = {value}, [value]
-    for item in queue:
-        if len(seen) > 200:
-            return None
-        for op in item.users:
-            if op.name in _PRODUCTS:
-                return None if any(_is_parameter(v) for v in op.inputs) else op
-            if op.name in _PASSED:
-                new = [v for v in op.outputs if v not in seen]
-                seen.update(new)
-                queue.extend(new)
-    return None
 
 
 def match(softmax: Op, product: Op, trace: Trace, reader: Reader) -> Site:
@@ -130,6 +52,7 @@ class _Match:
         self.output = product.node
         self.passed: list[Value] = []
         self.dropout = 0.0
+        self.undefined = float("nan")
         self.weights: list[Step] = []
         self.sinks: list[Term] = []
 
@@ -183,6 +106,7 @@ class _Match:
             sinks=self.sinks,
             dropout=self.dropout,
             weights=self.weights,
+            undefined=self.undefined,
             dtype=dtype,
             product=op.node,
         )
@@ -215,7 +139,7 @@ class _Match:
             op = stack.pop().op
             if op is self.softmax:
                 return True
-            if op is not None and op.name in _PASSED:
+            if op is not None and op.name in PASSED:
                 new = [v for v in op.inputs if v not in seen]
                 seen.update(new)
                 stack.extend(new)
@@ -230,6 +154,9 @@ class _Match:
                 raise self._ended("the attention weights are changed through other memory", "no change in place")
             if op.name in VIEWS:
                 value, at = source(op, value.index, at)
+            elif op.name == "nan_to_num" and not op.argument("nan"):
+                # No weight is infinite; those of rows without keys are NaN.
+                value, self.undefined = op.args[0], 0.0
             elif op.name == "dropout":
                 self.dropout = self._drop(op)
                 value = op.args[0]
@@ -255,11 +182,11 @@ class _Match:
         if isinstance(term, Read):
             return term.value, term.at
         if isinstance(term, Apply):
-            carriers = [n for n, a in enumerate(term.args) if isinstance(_uncast(a), Read) and self._carries(a)]
+            carriers = [n for n, a in enumerate(term.args) if isinstance(uncast(a), Read) and self._carries(a)]
             if len(carriers) == 1:
-                carrier: Any = _uncast(term.args[carriers[0]])
-                step = _step(term, carriers[0])
-                if isinstance(step, Scale) or (isinstance(step, Fill) and _number(step.value) == 0):
+                carrier: Any = uncast(term.args[carriers[0]])
+                step = step_of(term, carriers[0])
+                if isinstance(step, Scale) or (isinstance(step, Fill) and number_in(step.value) == 0):
                     self.weights.insert(0, step)
                     return carrier.value, carrier.at
         raise self._ended(
@@ -267,14 +194,14 @@ class _Match:
         )
 
     def _carries(self, term: Term) -> bool:
-        inner = _uncast(term)
+        inner = uncast(term)
         return isinstance(inner, Read) and self._reaches_softmax(inner.value)
 
     def _score(self, at: At, key: Position, queries: Position) -> tuple[Term, Read]:
         """What is normalized, as a term over the product of queries and keys; and that product."""
-        exponential = _exponential(self.softmax)
-        value = next(self.softmax.inputs) if exponential is None else exponential
-        dim = self._dim() % len(at)
+        exponent = exponential(self.softmax)
+        value = next(self.softmax.inputs) if exponent is None else exponent
+        dim = normalized_dim(self.softmax) % len(at)
         size = value.fake.shape[dim]
         if flat(at[dim].axes) != flat(key.axes):
             raise self._ended("the softmax is not over the keys", "the dimension that the values are summed over")
@@ -289,7 +216,7 @@ class _Match:
         fitting.sort(key=lambda leaf: -len({a for p in leaf.at[-2:] for a in p.flat()} & set(queries.flat())))
         if not fitting:
             stopped = [leaf for leaf in leaves(term) if isinstance(leaf, Read) and leaf.value.op is not None]
-            where = next((leaf.value.op for leaf in stopped if _above(leaf.value)), None)
+            where = next((leaf.value.op for leaf in stopped if comes_from_product(leaf.value)), None)
             raise self._ended(
                 "the scores are no product of queries and keys through arithmetic and views",
                 "scale, mask, bias and other arithmetic of elements",
@@ -304,20 +231,10 @@ class _Match:
     def _wanted(self, value: Value, product: Value, depends: dict[Value, bool]) -> bool:
         """Whether to look into a value: it comes from the product, or may be a number."""
         if not _depends(value, product, depends):
-            return value.fake.dim() == 0 and _number(self.reader.expand(self.reader.read(value, ()))) is not None
+            return value.fake.dim() == 0 and number_in(self.reader.expand(self.reader.read(value, ()))) is not None
         if value is not product:
             self.passed.append(value)
         return value is not product
-
-    def _dim(self) -> int:
-        op = self.softmax
-        if op.name == "exp":
-            inner = _behind_views(op.args[0]).op
-            return int(inner.argument("dim")) if inner is not None else -1
-        if op.name == "div":
-            below = _behind_views(op.args[1], ("clone", "expand", "_to_copy", "copy")).op
-            return int(below.argument("dim")[0]) if below is not None else -1
-        return int(op.argument("dim"))
 
     def _sink(self, value: Value, at: At, dim: int, size: Any) -> tuple[Value, At]:
         """Columns that take part in the softmax and are cut off after it."""
@@ -379,12 +296,38 @@ class _Match:
             if not all(axis in (*site.batch, *site.queries, *site.value_features) for axis in position.flat()):
                 raise self._ended("the output has an axis of its own", "batch, queries and features")
 
+        self._check_gradients(site)
+
+    def _check_gradients(self, site: Site) -> None:
+        """Gradients that a program stops on the way from the output to the scores would flow through a fused kernel."""
+        if not _requires_grad(site.output):
+            return
+        for node in sorted(site.chain):
+            value = node.meta.get("example_value")
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.requires_grad:
+                continue
+            if any(map(_requires_grad, node.all_input_nodes)):
+                raise MatchEnded(
+                    node,
+                    f"{node.name} passes no gradients on, but the fused kernel would",
+                    observed="detach, or no_grad, inside the attention",
+                    needed="gradients through the whole attention, or through nothing of it",
+                    lever="detach queries, keys or values instead, or run the whole attention without grad",
+                    code="not_equal",
+                )
+
     def _chain(self, site: Site) -> set[Node]:
         nodes = {value.op.node for value in self.passed if value.op is not None} | {site.product}
+        nodes |= {op.node for op in written_out(self.softmax)}
         elsewhere = next((n for n in nodes if n.graph is not site.output.graph), None)
         if elsewhere is not None:
             raise self._ended("the attention is spread over two regions of the graph", "one region")
         return nodes
+
+
+def _requires_grad(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _arrange(op: Op, batch: Position, rows: Position, columns: Position, *, transposed: bool) -> At:
@@ -393,7 +336,7 @@ def _arrange(op: Op, batch: Position, rows: Position, columns: Position, *, tran
 
 
 def _is_product(value: Value) -> bool:
-    return value.op is not None and value.op.name in _PRODUCTS
+    return value.op is not None and value.op.name in PRODUCTS
 
 
 def _depends(value: Value, product: Value | None, memo: dict[Value, bool]) -> bool:
@@ -401,9 +344,9 @@ def _depends(value: Value, product: Value | None, memo: dict[Value, bool]) -> bo
     if value not in memo:
         memo[value] = False
         op = value.op
-        if op is not None and op.name in _PRODUCTS:
+        if op is not None and op.name in PRODUCTS:
             memo[value] = product is None or value is product
-        elif op is not None and op.name in _PASSED and op.name not in ("amax", "max", "sum", "gather", "index"):
+        elif op is not None and op.name in PASSED and op.name not in ("amax", "max", "sum", "gather", "index"):
             memo[value] = any(_depends(v, product, memo) for v in op.inputs)
     return memo[value]
 
@@ -420,63 +363,3 @@ def _replaced(term: Term, product: Read) -> Term:
         return item
 
     return visit(term)
-
-
-def _has_scores(term: Term) -> bool:
-    return any(isinstance(leaf, Scores) for leaf in leaves(term))
-
-
-def _uncast(term: Term) -> Term:
-    while isinstance(term, Apply) and term.op == "cast":
-        term = term.args[0]
-    return term
-
-
-def _number(term: Term) -> Any:
-    inner = _uncast(term)
-    return inner.value if isinstance(inner, Number) else None
-
-
-def axes_in(term: Term) -> set[Axis]:
-    """The axes that an element of the term depends on."""
-    found: set[Axis] = set()
-    for leaf in leaves(term):
-        for position in tree_leaves(getattr(leaf, "at", None) or getattr(leaf, "position", None)):
-            if isinstance(position, Position):
-                found.update(position.flat())
-    return found
-
-
-def steps_of(score: Term) -> list[Step] | None:
-    """The steps from the product to `score`, innermost first, or None if the scores are used twice on the way."""
-    steps: list[Step] = []
-    while not isinstance(score, Scores):
-        if not isinstance(score, Apply):
-            return None
-        carriers = [n for n, argument in enumerate(score.args) if _has_scores(argument)]
-        if len(carriers) != 1:
-            return None
-        if score.op != "cast":
-            step = _step(score, carriers[0])
-            if step is None:
-                return None
-            steps.append(step)
-        score = score.args[carriers[0]]
-    return steps[::-1]
-
-
-def _step(term: Apply, carrier: int) -> Step | None:
-    others = [a for n, a in enumerate(term.args) if n != carrier]
-    if term.op == "mul" or (term.op == "div" and carrier == 0):
-        return Scale(others[0], term.op == "div")
-    if term.op == "add" or (term.op == "sub" and carrier == 0):
-        return Add(others[0], term.op == "sub")
-    if term.op == "where" and carrier:
-        condition, value = others
-        kept_if = carrier == 1
-        return Fill(Apply(dtype=torch.bool, op="not", args=(condition,)) if kept_if else condition, value)
-    if term.op == "maximum" and isinstance(_number(others[0]), int | float):
-        return Floor(float(_number(others[0])))
-    if term.op == "neg":
-        return Scale(Number(dtype=term.dtype, value=-1))
-    return Function(term.op) if not others else None

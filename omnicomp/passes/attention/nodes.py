@@ -44,6 +44,8 @@ def kind(node: Any) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.rpartition("::")[2]
     namespace, _, name = op_name(node).rpartition(".")
+    if namespace == "torch._C._special":
+        return name.removeprefix("special_")
     return name if namespace in _NAMESPACES or node.target is getattr else ""
 
 

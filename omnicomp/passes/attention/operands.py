@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from omnicomp._torch.attention import known_equal
+from omnicomp.graphs import fake_value
 from omnicomp.passes.attention.reader import At, Reader
 from omnicomp.passes.attention.site import MatchEnded, Operand, Scale
 from omnicomp.passes.attention.terms import Apply, Number, Read, Term
@@ -39,10 +40,13 @@ def peel(
     """
     scale, factors, worth = 1.0, list[Scale](), 0
     best: tuple[tuple[int, int], Operand, float, list[Scale]] | None = None
-    exact = True
+    stopped = False
     while True:
         node = trace.holder(value, where)
-        if node is not None and exact:
+        if node is not None and stopped and fake_value(node).requires_grad:
+            break  # gradients would flow to what the program detached
+        stopped = stopped or (node is not None and not fake_value(node).requires_grad)
+        if node is not None:
             # What was taken out pays; views that are left over cost nothing much, but each is one more node.
             rank = (worth, -_disorder(at))
             if best is None or rank > best[0]:
@@ -91,8 +95,8 @@ def _behind_casts(term: Term, outer: torch.dtype, attention: torch.dtype) -> Rea
     """What was cast, if casting it to the attention's dtype instead is not less precise."""
     while isinstance(term, Apply) and term.op == "cast":
         before = term.args[0].dtype
-        if not before.is_floating_point:
-            return None
+        if not before.is_floating_point or min(before.itemsize, term.dtype.itemsize) < 2:
+            return None  # numbers of 8 bits were rounded on purpose
         widened = torch.promote_types(before, term.dtype) == term.dtype
         # A wider one that was narrowed to what the product took: the attention must not be narrower than that.
         if not widened and torch.promote_types(attention, term.dtype) != attention:

@@ -136,6 +136,8 @@ class Reader:
             return Apply(dtype=torch.bool, op="not", args=(self._operand(op.args[0], at, torch.bool),))
         if name in ("where", "masked_fill"):
             return self._where(op, at)
+        if name == "index_put":
+            return self._filled_where(op, at)
         if name in ("clamp", "clamp_min", "clamp_max"):
             return self._clamp(op, at)
         if name == "square":
@@ -193,6 +195,19 @@ class Reader:
         dtype = op.outputs[0].fake.dtype
         args = (self._operand(condition, at, torch.bool), self._operand(then, at, dtype))
         return Apply(dtype=dtype, op="where", args=(*args, self._operand(otherwise, at, dtype)))
+
+    def _filled_where(self, op: Op, at: At) -> Term | None:
+        """`scores[mask] = number` with a bool mask of the leading dimensions."""
+        base, indices, values = op.args[:3]
+        if len(indices) != 1 or not isinstance(indices[0], Value) or op.argument("accumulate", False):
+            return None
+        condition, number = indices[0], number_of(values)
+        if condition.fake.dtype != torch.bool or number is None:
+            return None
+        dtype = op.outputs[0].fake.dtype
+        kept = self._operand(base, at, dtype)
+        args = (self.read(condition, at[: condition.fake.dim()]), Number(dtype=dtype, value=number), kept)
+        return Apply(dtype=dtype, op="where", args=args)
 
     def _clamp(self, op: Op, at: At) -> Term:
         dtype = op.outputs[0].fake.dtype

@@ -27,12 +27,12 @@ def check_unused(site: Site) -> None:
     """
     live = _live(site.output.graph, site)
     for node in sorted(site.chain - {site.output}):
-        if node not in live:
-            continue
         users = [
             u for u in node.users if (u in live or u.op == "output") and u not in site.chain and not is_shape_only(u)
         ]
-        other = users[0] if users else node
+        if node not in live or not users:
+            continue  # what is live without a user of its own is so for the sake of a later node of the chain
+        other = users[0]
         returned = other.op == "output"
         raise MatchEnded(
             node,

@@ -6,7 +6,8 @@ queries of such rows are replaced: by zero, so that only the mask decides, or by
 """
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,16 @@ from omnicomp._torch.attention import known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, number
 from omnicomp.passes.attention.masking import mask_key
-from omnicomp.passes.attention.match import axes_in
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step
+from omnicomp.passes.attention.steps import axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat
 
 __all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"]
+
+
+# Float16 has steps of 16 from here on.
+_SWALLOWS_IN_HALF: Final = -16384.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +54,13 @@ class GuardedMask:
     Attributes:
         mask: what is added to the scores.
         swallowed: rows in which a huge number swallows every score, or None.
-        empty: rows that are -inf for every key, or None.
+        undefined: rows that are NaN with all that is made of them, or None: -inf was added for every key.
+        empty: rows whose output alone is NaN, or None: every key was filled with -inf, which cuts the gradient.
     """
 
     mask: Any
     swallowed: Any = None
+    undefined: Any = None
     empty: Any = None
 
 
@@ -69,12 +76,15 @@ class Parts:
     value: Any
     mask: Any
     width: Any
+    empty: Any = None
 
 
 def finish(site: Site, form: Form, fused: Any, made: Parts, builder: Builder) -> Any:
     """Cut padding off, and apply what was done to the weights of whole rows."""
     if made.width is not None:
         fused = builder.call(torch.narrow, (fused, 3, 0, made.width))
+    if made.empty is not None:
+        fused = builder.call(torch.masked_fill, (fused, made.empty, site.undefined))
     device = value_of(fused).device
     groups = (*form.groups(site)[:3], site.value_features)
     for step in site.weights:
@@ -105,18 +115,19 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
     key = fit(site.key, site, builder, (batch, kept, keys, site.features))
     value = fit(site.value, site, builder, (batch, kept, keys, site.value_features))
     for factor in form.factors:
-        made = builder.term(factor.term, (batch, heads, queries, ()), value_of(query).device)
+        made = builder.factor(factor.term, (batch, heads, queries, ()), value_of(query).device)
         query = builder.call(torch.div if factor.divide else torch.mul, (query, made))
     query = _cast(query, site, builder)
     value = _with_weights(site, form, value, kept, builder)
-    mask = None
+    mask = empty = None
     if form.mask and not variant.is_causal and not variant.unmasked:
         made = _shared_mask(site, form, variant, builder, reader, shared)
         mask = made.mask
         if made.swallowed is not None:
             query = builder.call(torch.masked_fill, (query, made.swallowed, 0.0))
-        if made.empty is not None:
-            query = builder.call(torch.masked_fill, (query, made.empty, float("nan")))
+        if made.undefined is not None:
+            query = builder.call(torch.masked_fill, (query, made.undefined, float("nan")))
+        empty = made.empty
     width = None
     if variant.padded:
         query, key, value, width = _pad(query, key, value, builder)
@@ -126,13 +137,14 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         value=_contiguous(value, builder),
         mask=mask,
         width=width,
+        empty=empty,
     )
 
 
 def _shared_mask(
     site: Site, form: Form, variant: Variant, builder: Builder, reader: Reader, shared: Shared
 ) -> "GuardedMask":
-    key = ("mask", mask_key(site, form), site.dtype, site.fake().requires_grad, variant.rows_nonempty)
+    key = (mask_key(site, form), site.dtype, site.fake().requires_grad, variant.rows_nonempty, str(site.undefined))
     if key not in shared:
         mask = _dense_mask(site, form, builder)
         made = GuardedMask(mask)
@@ -215,6 +227,9 @@ def _dense_mask(site: Site, form: Form, builder: Builder) -> Any:
         # The kernels broadcast a mask over batch, heads and queries, but not over keys.
         shape = (-1, -1, -1, builder.size(flat(site.keys)))
         mask = builder.call(torch.Tensor.expand, (mask, *shape))
+    elif site.fake().device.type != "cpu":
+        # Learned tables come with the heads innermost, which the kernels do not take.
+        mask = _contiguous(mask, builder)
     return mask
 
 
@@ -243,7 +258,7 @@ def _applied(step: Step, mask: Any, groups: Any, device: torch.device, site: Sit
         return call(torch.clamp, (mask,), {"min": max(step.value, torch.finfo(value_of(mask).dtype).min)})
     assert isinstance(step, Scale)
     factor = number(step.term)
-    made = factor if factor is not None else builder.term(step.term, groups, device)
+    made = factor if factor is not None else builder.factor(step.term, groups, device)
     return call(torch.div if step.divide else torch.mul, (mask, made))
 
 
@@ -293,7 +308,9 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     call = builder.call
     hiding = sum(_hides(step, reader) for step in form.mask)
     # Two finite minima can add up to -inf.
-    infinite = hiding > 1 or not all(_finite_step(step, reader) for step in form.mask)
+    added = sum(isinstance(step, Add) and _hides(step, reader) for step in form.mask)
+    undefined = added > 1 or not all(_finite_step(s, reader) for s in form.mask if not isinstance(s, Fill))
+    infinite = undefined or not all(_finite_step(step, reader) for step in form.mask)
     old = site.fake()
     # In inference the CPU's kernel averages rows of one finite minimum as eager does.
     averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
@@ -305,13 +322,15 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
         empty = call(torch.isneginf, (top,))
         mask = call(torch.masked_fill, (mask, empty, 0.0))
         top = call(torch.masked_fill, (top, empty, 0.0))
+    nan = {"undefined" if undefined and math.isnan(site.undefined) else "empty": empty}
     if averages:
-        return GuardedMask(mask, empty=empty)
+        return GuardedMask(mask, **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
     # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
     mask = call(torch.sub, (mask, top))
     # A huge negative number swallows the scores that it is added to.
-    return GuardedMask(mask, call(torch.le, (top, max(SWALLOWS, torch.finfo(site.dtype).min))), empty)
+    lowest = _SWALLOWS_IN_HALF if site.dtype == torch.float16 else SWALLOWS
+    return GuardedMask(mask, call(torch.le, (top, lowest)), **nan)
 
 
 def _finite_step(step: Step, reader: Reader) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.attention import without_guards
+from omnicomp._torch.attention import known_equal, without_guards
 from omnicomp.graphs import insert_call
 from omnicomp.passes.attention.build import Builder
 from omnicomp.passes.attention.form import Form
@@ -87,7 +87,7 @@ class Attempt:
 
     def __init__(self, session: Session, site: Site) -> None:
         self.session, self.site, self.kept = session, site, False
-        self.builder = Builder(self.holder, self.call)
+        self.builder = Builder(self.holder, self.call, self.symbol)
         for operand in (site.query, site.key, site.value):
             self.builder.learn(operand.node, operand.at)
 
@@ -105,6 +105,20 @@ class Attempt:
         if node is None:
             raise ValueError("a part of the mask is made inside another operation")
         return node
+
+    def symbol(self, value: Any) -> Node:
+        """The node of a symbolic number.
+
+        Raises:
+            ValueError: there is none before the site's output.
+        """
+        node = self.site.output.prev
+        while node.op != "root":
+            found = node.meta.get("example_value")
+            if type(found) is type(value) and known_equal(found, value):
+                return node
+            node = node.prev
+        raise ValueError("a symbolic number takes part in the scores that no node of the graph is")
 
     def keep(self, form: Form, fused: Node, *, target: str, detail: str) -> Chosen:
         """Give the output (batch, heads, queries, features) the form of the site's output, and keep what was inserted.

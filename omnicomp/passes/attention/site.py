@@ -114,6 +114,7 @@ class Site:
         sinks: logits that take part in the softmax and have no value.
         dropout: probability of an active dropout on the weights, or 0.
         weights: factors on the weights after the softmax.
+        undefined: what the weights are in rows that are -inf for every key: NaN, unless the program replaces that.
         dtype: dtype of the output, in which the attention will run.
         chain: the nodes of the graph that the rewrite makes superfluous.
         product: the node of the product of queries and keys.
@@ -139,6 +140,7 @@ class Site:
     sinks: list[Term] = dataclasses.field(default_factory=list[Term])
     dropout: float = 0.0
     weights: list[Step] = dataclasses.field(default_factory=list[Step])
+    undefined: float = float("nan")
     chain: set[Node] = dataclasses.field(default_factory=set[Node])
 
     def fake(self) -> torch.Tensor:

@@ -65,7 +65,12 @@ def choose(site: Site, session: Session) -> Chosen:
                 continue
             if chosen is not None:
                 return chosen
-    raise ended[0] if ended else _not_profitable(site, session.context, errors)
+    if ended:
+        # The first says what the program does, the others what else was tried.
+        first, *others = ended
+        first.observed = "; ".join([first.observed, *(str(other) for other in others), *errors])
+        raise first
+    raise _not_profitable(site, session.context, errors)
 
 
 def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Way]:
@@ -75,7 +80,8 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
     except MatchEnded as end:
         ended.append(end)
         if not site.sinks:
-            yield functools.partial(insert, site, open_form(site), Masking())
+            form = open_form(site)
+            yield functools.partial(insert, site, form, _masking(site, form, session))
         return
     masking = _masking(site, form, session)
     if site.sinks:
@@ -83,7 +89,7 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
             yield functools.partial(_with_sink, site, form, masking, variant)
         return
     flexible = functools.partial(insert, site, form, masking)
-    if flex_pays(site, form, masking):
+    if flex_pays(site, form, masking, session):
         yield flexible
     for variant in _variants(site, form, masking):
         yield functools.partial(_plain, site, form, masking, variant)
@@ -108,7 +114,9 @@ def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
     differ = not known_equal(_width(site.query), _width(site.value))
     unmasked = masking.is_full and not masking.biases
     causal = masking.is_causal and not unmasked
-    nonempty = masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
+    # Where no key is left the sink has all the weight, as in eager.
+    nonempty = bool(site.sinks)
+    nonempty |= masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
     for padded in (False, True) if differ and not site.sinks else (False,):
         for grouped in (True, False) if form.shared else (False,):
             yield Variant(grouped=grouped, padded=padded, unmasked=unmasked, is_causal=causal, rows_nonempty=nonempty)
@@ -195,6 +203,8 @@ def _try(target: Any, operands: tuple[Node, ...], kwargs: dict[str, Any]) -> tor
 
 def _with_bias(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
     """The CPU's fused attention with a mask that requires grad."""
+    if not variant.padded and not known_equal(_width(site.query), _width(site.value)):
+        return None
     made = _parts(attempt, form, variant)
     fake = fake_value(made.query)
     trained = made.mask is not None and fake_value(made.mask).requires_grad

@@ -297,6 +297,8 @@ class _Runner(Interpreter):
             return self._call_region(n)
         if changes_grad_mode(n):
             return None
+        if isinstance(number := n.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            return number  # run again, `item` would give a new symbol that the rest of the graph does not know
         if (probability := active_dropout(n)) is not None:
             args, _ = self.fetch_args_kwargs_from_env(n)
             out = self._from_example(n)

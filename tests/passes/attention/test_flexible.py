@@ -1,0 +1,86 @@
+"""When FlexAttention is chosen, decided without a GPU; and that the CPU leaves such attentions alone."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fusion import fuse, inputs
+from traced import site_of
+
+from omnicomp.devices import get_device
+from omnicomp.options import Policy
+from omnicomp.passes.attention.flexible import flex_pays
+from omnicomp.passes.attention.form import dense_form
+from omnicomp.passes.attention.masking import read_masking
+from omnicomp.passes.attention.session import Session
+from omnicomp.passes.attention.site import Site
+from omnicomp.passes.base import PassContext
+from omnicomp.timeline import Timeline
+
+
+def pays(scores, length, monkeypatch, device="cuda"):
+    """Whether FlexAttention is taken for such scores of such a device, which need not be there."""
+
+    def function(q, k, v, p):
+        return torch.softmax(scores(q @ k.mT, p), -1) @ v
+
+    q, k, v = (torch.empty(1, 4, length, 64, device="meta", dtype=torch.bfloat16) for _ in range(3))
+    site, backend, reader = site_of(
+        function, q, k, v, torch.empty(1, 4, length, length, device="meta", dtype=torch.bfloat16)
+    )
+    fake = site.fake()
+    seen = SimpleNamespace(device=torch.device(device), requires_grad=False, dtype=fake.dtype, shape=fake.shape)
+    monkeypatch.setattr(Site, "fake", lambda self: seen)
+    form = dense_form(site)
+    policy, timeline = Policy(), Timeline()
+    context = PassContext(
+        graph_id="g0", device=get_device("cpu"), policy=policy, timeline=timeline, training=False, root=backend.module
+    )
+    session = Session(backend.module, backend.trace, reader, context)
+    return flex_pays(site, form, read_masking(site, form, reader), session)
+
+
+def indices(scores):
+    queries, keys = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+    return queries[:, None], keys
+
+
+def windowed(scores, _):
+    queries, keys = indices(scores)
+    return scores.masked_fill((keys > queries) | (queries - keys >= 128), -math.inf)
+
+
+def causal(scores, _):
+    queries, keys = indices(scores)
+    return scores.masked_fill(keys > queries, -math.inf)
+
+
+def distances(scores, _):
+    queries, keys = indices(scores)
+    return scores + (keys - queries).to(scores.dtype) * 0.5
+
+
+@pytest.mark.parametrize(
+    ("scores", "length", "expected"),
+    [
+        (windowed, 8192, True),
+        (windowed, 512, False),
+        (distances, 4096, True),
+        (distances, 256, False),
+        (lambda s, p: s + p, 8192, False),
+        (lambda s, p: s, 8192, False),
+        (causal, 8192, False),
+    ],
+    ids=["window", "short window", "ALiBi", "short ALiBi", "a mask that is read", "no mask", "causal"],
+)
+def test_blocks_pay_for_long_sparse_masks_and_computed_biases(scores, length, expected, monkeypatch):
+    assert pays(scores, length, monkeypatch) is expected
+
+
+def test_flex_attention_is_not_taken_on_the_cpu(monkeypatch):
+    assert not pays(windowed, 8192, monkeypatch, "cpu")
+    monkeypatch.undo()
+    backend = fuse(lambda q, k, v, m: torch.softmax(torch.tanh(q @ k.mT / 30) * 30 + m, -1) @ v, *inputs())
+    assert "tanh" in backend.miss().sentence
+    assert "FlexAttention" in backend.miss().needed

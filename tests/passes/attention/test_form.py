@@ -1,0 +1,137 @@
+"""Scores read as a scale and a mask, and which masks are known to be finite."""
+
+import math
+
+import pytest
+import torch
+from fusion import inputs
+from traced import site_of
+
+from omnicomp.passes.attention.form import dense_form, is_finite, number, open_form
+from omnicomp.passes.attention.site import Add, Fill, MatchEnded, Scale
+
+Q, K, V, M = inputs()
+LOWEST = torch.finfo(torch.float32).min
+
+
+def form_of(scores, *more):
+    site, _, reader = site_of(lambda q, k, v, *a: scores(q, k, *a).softmax(-1) @ v, Q, K, V, *more)
+    return dense_form(site), site, reader
+
+
+def baddbmm(q, k):
+    return torch.baddbmm(q.new_zeros(1), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.25)
+
+
+@pytest.mark.parametrize(
+    ("scores", "scale"),
+    [
+        (lambda q, k: q @ k.mT, 1.0),
+        (lambda q, k: (q * 2) @ (k / 4).mT * 3, 1.5),
+        (lambda q, k: -(q @ k.mT) / 2, -0.5),
+        (lambda q, k: q @ k.mT / math.sqrt(16) * torch.tensor(2.0), 0.5),
+        (lambda q, k: baddbmm(q, k).unflatten(0, (2, 4)), 0.25),
+    ],
+)
+def test_scales_multiply(scores, scale):
+    form, _, _ = form_of(scores)
+    assert form.scale == pytest.approx(scale)
+    assert not form.factors
+
+
+def test_a_factor_of_heads_is_kept_apart():
+    form, _, _ = form_of(lambda q, k, m: q @ k.mT * m[:, :, :1, :1].exp() * 0.5, M)
+    assert form.scale == 0.5
+    (factor,) = form.factors
+    assert isinstance(factor, Scale)
+    with pytest.raises(MatchEnded, match="differs between queries or keys"):
+        form_of(lambda q, k, m: q @ k.mT * m, M)
+
+
+def test_steps_of_the_mask_keep_their_order_and_what_was_filled_is_not_scaled():
+    def scores(q, k, m):
+        return ((q @ k.mT + m).masked_fill(m > 0, LOWEST) * 0.5).masked_fill(m < -2, -math.inf)
+
+    form, _, _ = form_of(scores, M)
+    assert [type(step) for step in form.mask] == [Add, Scale, Fill, Fill]
+    assert [number(step.value) for step in form.mask[2:]] == [LOWEST, -math.inf]
+    form, _, _ = form_of(lambda q, k, m: (q @ k.mT).masked_fill(m > 0, LOWEST) * 4, M)
+    assert number(form.mask[0].value) == -math.inf, "as in eager, it overflows"
+
+
+def test_what_is_the_same_for_all_keys_is_no_mask():
+    form, _, _ = form_of(lambda q, k, m: q @ k.mT + m[..., :1] + 3.0, M)
+    assert form.mask == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "sentence"),
+    [
+        (lambda q, k, m: torch.tanh(q @ k.mT), "tanh"),
+        (lambda q, k, m: (q @ k.mT).masked_fill(m > 0, -1e4), "does not absorb"),
+        (lambda q, k, m: (q @ k.mT).clamp(min=-5), "clamped"),
+        (lambda q, k, m: (q @ k.mT) * 0.0, "other than zero"),
+        (lambda q, k, m: (lambda s: s * s)(q @ k.mT), "used twice"),
+    ],
+)
+def test_other_arithmetic_is_no_dense_form(scores, sentence):
+    with pytest.raises(MatchEnded, match=sentence):
+        form_of(scores, M)
+
+
+def test_an_open_form_parts_the_mask_from_the_arithmetic_before_it():
+    site, _, _ = site_of(
+        lambda q, k, v, m: (torch.tanh(q @ k.mT / 5) * 5 + m).masked_fill(m > 1, -math.inf).softmax(-1) @ v, Q, K, V, M
+    )
+    form = open_form(site)
+    assert [type(step) for step in form.mask] == [Add, Fill]
+    assert len(form.inner) == 3
+
+
+def test_grouped_heads_are_the_axes_that_keys_and_values_lack():
+    site, _, _ = site_of(
+        lambda q, k, v: (q @ k[:, :2].repeat_interleave(2, 1).mT).softmax(-1) @ v[:, :2].repeat_interleave(2, 1),
+        Q,
+        K,
+        V,
+    )
+    form = dense_form(site)
+    assert [axis.size for axis in form.shared] == [2]
+    assert [[a.size for a in group] for group in form.groups(site)] == [[2], [2, 2], [6], [8]]
+
+
+def finite(mask, *more):
+    form, _, reader = form_of(lambda q, k, *a: q @ k.mT + mask(*a), *more)
+    (step,) = form.mask
+    return is_finite(step.term, reader)
+
+
+def test_which_masks_are_known_to_be_finite():
+    lowest = lambda m: torch.zeros(6, 8).masked_fill(m[0, 0] > 0, LOWEST)  # noqa: E731
+    assert finite(lowest, M)
+    assert finite(lambda m: torch.where(m > 0, 0.0, -1e9), M)
+    assert finite(lambda m: (1.0 - (m > 0).float()) * LOWEST, M)
+    assert finite(lambda m: lowest(m) + torch.where(m > 1, 1.0, -1e9), M), "too small to overflow"
+    assert not finite(lambda m: lowest(m) + lowest(-m), M)
+    assert not finite(lambda m: lowest(m) * 2, M)
+    assert not finite(lambda m: (2.0 - (m > 0).float()) * LOWEST, M)
+    assert not finite(lambda m: torch.where(m > 0, 0.0, -math.inf), M)
+    assert not finite(lambda m: m, M), "an input may hold anything"
+    assert not finite(lambda m: (m > 0).float().log(), M)
+    assert not finite(lambda m: torch.where(m > 0, 0.0, LOWEST).half().float(), M)
+
+
+def test_a_learned_bias_is_finite_and_so_is_a_minimum_added_to_it():
+    class Biased(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.randn(9, 4))
+
+        def forward(self, q, k, v, m):
+            where = (torch.arange(6)[:, None] - torch.arange(8)).abs()
+            bias = self.bias[where].permute(2, 0, 1)[None] + torch.where(m > 0, 0.0, LOWEST)
+            return (q @ k.mT + bias).softmax(-1) @ v
+
+    site, _, reader = site_of(Biased(), Q, K, V, M)
+    (step,) = dense_form(site).mask
+    assert is_finite(step.term, reader)

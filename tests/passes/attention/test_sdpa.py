@@ -1,0 +1,192 @@
+"""What eager gives for rows without keys, sentinels and half precision is what the fused attention gives."""
+
+import math
+
+import pytest
+import torch
+from fusion import Backend, compiled, differentiate, fuse, inputs, leaves, results
+
+from omnicomp.timeline import Rewrite
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KEPT = torch.ones(2, 1, 6, 8, dtype=torch.bool)
+KEPT[0, :, :3] = False  # rows without a key
+KEPT[1, :, 3, 2:] = False
+EMPTY = ~KEPT.any(-1, keepdim=True)
+
+
+def lowest(x):
+    """The most negative number of the scores; eager in float64 is the reference, and takes its own."""
+    return torch.finfo(x.dtype).min
+
+
+def added(q, kept):
+    return torch.zeros_like(kept, dtype=q.dtype).masked_fill(~kept, lowest(q))
+
+
+def attend(scores, v):
+    return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype) @ v
+
+
+FINITE = {
+    "filled": lambda q, k, v, kept: attend((q @ k.mT * 0.25).masked_fill(~kept, lowest(q)), v),
+    "added": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + added(q, kept), v),
+    "chosen": lambda q, k, v, kept: attend(torch.where(kept, q @ k.mT * 0.25, lowest(q)), v),
+    "in place": lambda q, k, v, kept: attend((q @ k.mT * 0.25).masked_fill_(~kept, lowest(q)), v),
+    "clamped": lambda q, k, v, kept: attend(
+        (q @ k.mT * 0.25).masked_fill(~kept, -math.inf).clamp(min=torch.finfo(q.dtype).min), v
+    ),
+    "scaled later": lambda q, k, v, kept: attend((q @ k.mT).masked_fill(~kept, lowest(q)) * 0.25, v),
+}
+INFINITE = {
+    "filled": lambda q, k, v, kept: attend((q @ k.mT * 0.25).masked_fill(~kept, -math.inf), v),
+    "added": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + torch.where(kept, 0.0, -math.inf).to(q.dtype), v),
+    "added twice": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + added(q, kept) + added(q, kept), v),
+    "summed": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + (added(q, kept) + added(q, kept)), v),
+}
+
+
+def check_rows(function, dtype, training):
+    """Empty rows as in eager, the others as near to float64 as eager's."""
+    q, k, v, _ = inputs(dtype)
+    q.requires_grad_(training)
+    backend = Backend(training=training)
+    found, eager = compiled(function, backend)(q, k, v, KEPT), function(q, k, v, KEPT)
+    assert torch.equal(found.isnan(), eager.isnan())
+    empty = EMPTY.expand(2, 4, 6, 1)[..., 0]
+    exact = function(q.detach().double(), k.double(), v.double(), KEPT)
+    own = (eager.double() - exact)[~empty].abs().max()
+    eps = torch.finfo(dtype).eps
+    assert (found.double() - exact)[~empty].abs().max() <= max(1.5 * own, 4 * eps)
+    torch.testing.assert_close(found[empty], eager[empty], rtol=0, atol=4 * eps, equal_nan=True)
+    return backend, found[empty]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FINITE)
+def test_rows_at_one_finite_minimum_are_uniform(name, dtype, training):
+    backend, empty = check_rows(FINITE[name], dtype, training)
+    if not backend.of(Rewrite):
+        assert (name, dtype) in [("clamped", torch.float16), ("scaled later", torch.float16)]
+    assert not empty.isnan().any()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INFINITE)
+def test_rows_of_minus_infinity_or_twice_the_minimum_are_nan(name, dtype, training):
+    backend, empty = check_rows(INFINITE[name], dtype, training)
+    assert len(backend.of(Rewrite)) == 1
+    assert empty.isnan().all()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fill", [-math.inf, -1e9, torch.finfo(torch.float32).min])
+def test_a_mask_that_is_an_input_is_not_trusted_to_keep_a_key(fill, training):
+    q, k, v, _ = inputs()
+    mask = torch.zeros(2, 1, 6, 8).masked_fill(~KEPT, fill)
+    q.requires_grad_(training)
+    backend = Backend(training=training)
+    function = lambda q, k, v, m: attend(q @ k.mT * 0.25 + m, v)  # noqa: E731
+    found = compiled(function, backend)(q, k, v, mask)
+    assert backend.rewrite()
+    torch.testing.assert_close(found, function(q, k, v, mask), equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_gradients_where_nothing_is_learned_from_rows_without_keys(name):
+    q, k, v, _ = inputs()
+    assert differentiate(FINITE[name], q, k, v, KEPT, keep=~EMPTY).rewrite()
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_the_values_gradient_from_rows_without_keys_is_that_of_eager(name):
+    q, k, v, _ = inputs()
+    assert differentiate(lambda v: FINITE[name](q, k, v, KEPT), v).rewrite()
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_no_gradient_is_nan_that_is_not_in_eager(name):
+    """Where eager's gradient is NaN, there may be a number: nothing is learned from such rows in either."""
+    found, eager = [], []
+    arguments = [a.requires_grad_() for a in inputs()[:3]]
+    backend = Backend(training=True)
+    for function, kept in ((compiled(INFINITE[name], backend), found), (INFINITE[name], eager)):
+        kept.extend(results(function, [*leaves(arguments), KEPT]))
+    assert backend.rewrite()
+    for got, want in zip(found, eager, strict=True):
+        assert not (got.isnan() & ~want.isnan()).any()
+        known = ~want.isnan()
+        torch.testing.assert_close(got[known], want[known], rtol=1e-4, atol=1e-5)
+    assert found[0].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sentinel", [-1e4, -1e9])
+@pytest.mark.parametrize("shift", [0.0, -30.0], ids=["usual scores", "low scores"])
+def test_sentinels_leak_as_far_as_they_do_in_eager(sentinel, dtype, shift):
+    """With scores of minus ten thousand, a key at -1e4 is attended as well as one that is kept."""
+    q, k, v, _ = inputs(dtype)
+    kept = KEPT | EMPTY
+    k[0, :, 0] = -q[0, :, :1].mean(1) * shift
+    if shift:
+        q, k = q * 10, k * 10
+
+    def function(q, k, v, kept):
+        return attend(q @ k.mT * 0.25 + (1.0 - kept.to(q.dtype if sentinel > -6e4 else torch.float32)) * sentinel, v)
+
+    backend = fuse(function, q, k, v, kept)
+    assert backend.rewrite()
+
+
+def test_a_fill_that_scores_can_reach_is_left_alone():
+    for dtype, fill in ((torch.float32, -1e4), (torch.float32, -65504.0), (torch.float16, -1e4)):
+        torch._dynamo.reset()
+        backend = fuse(lambda q, k, v, m: (q @ k.mT).masked_fill(m > 1, fill).softmax(-1) @ v, *inputs(dtype))  # noqa: B023
+        assert backend.miss().code == "not_equal"
+        assert "finfo" in backend.miss().lever
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e9, torch.finfo(torch.float32).min])
+def test_a_fill_that_no_score_reaches_is_fused(fill):
+    assert fuse(lambda q, k, v, m: (q @ k.mT).masked_fill(m > 1, fill).softmax(-1) @ v, *inputs()).rewrite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [0.25, 2.0])
+def test_half_inputs_with_a_float32_softmax_are_no_farther_from_float64(dtype, scale):
+    backend = fuse(lambda q, k, v, m: attend(q @ k.mT * scale + m, v), *inputs(dtype, keys=128, size=32))
+    assert backend.rewrite()
+
+
+def test_a_wide_mask_over_half_queries_stays_finite():
+    """float32's minimum is -inf in float16, and bfloat16 rounds it to -inf, too."""
+    for dtype in (torch.bfloat16, torch.float16):
+        torch._dynamo.reset()
+        q, k, v, _ = inputs(dtype)
+        mask = torch.zeros(2, 1, 6, 8).masked_fill(~KEPT, torch.finfo(torch.float32).min)
+        backend = fuse(lambda q, k, v, m: attend(q @ k.mT * 0.25 + m, v), q, k, v, mask)
+        assert backend.rewrite()
+
+
+def test_a_mask_is_made_once_for_all_layers():
+    def function(q, k, v, m):
+        hidden = m > 0
+        for _ in range(3):
+            q = attend((q @ k.mT * 0.25).masked_fill(hidden, -math.inf), v)
+        return q
+
+    backend = fuse(function, *inputs())
+    assert len(backend.of(Rewrite)) == 3
+    masks = {node.kwargs["attn_mask"] for node in backend.attentions()}
+    assert len(masks) == 1
+
+
+def test_heads_are_padded_to_one_size():
+    q, k, v, m = inputs()
+    attention = lambda q, k, v, m: attend(q @ k.mT * 0.25 + m, v)  # noqa: E731
+    for narrow, wide in (((q, k), v), ((q[..., :8], k[..., :8]), v), ((q, k), v[..., :8])):
+        torch._dynamo.reset()
+        backend = fuse(attention, *narrow, wide.contiguous(), m)
+        assert ("padded head size" in backend.rewrite().detail) == (narrow[0].shape[-1] != wide.shape[-1])
