@@ -1,6 +1,7 @@
 """Reading and editing FX graphs: names of operators, the user's source lines, module paths, insertion of calls."""
 
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -137,8 +138,13 @@ def insert_call(
     """
     kwargs = kwargs or {}
     value = evaluate(target, args, kwargs, like=fake_value(anchor))
+    # A method as the target of a function call would keep AOTAutograd from caching the graph.
+    method = isinstance(target, types.MethodDescriptorType) and getattr(torch.Tensor, target.__name__, None) is target
     with anchor.graph.inserting_before(anchor):
-        node = anchor.graph.call_function(target, args, kwargs)
+        if method:
+            node = anchor.graph.call_method(target.__name__, args, kwargs)
+        else:
+            node = anchor.graph.call_function(target, args, kwargs)
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "custom"):
         if key in anchor.meta:
             node.meta[key] = anchor.meta[key]

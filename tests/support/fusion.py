@@ -80,7 +80,7 @@ def fuse(function, *arguments, **options):
     exact = function(*(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments))
     assert result.dtype == eager.dtype
     assert result.stride() == eager.stride()
-    if eager.dtype == torch.float32:
+    if eager.dtype in (torch.float32, torch.float64):
         torch.testing.assert_close(result, eager)
     else:
         bound = max((eager.double() - exact).abs().max(), torch.finfo(eager.dtype).eps)
@@ -116,7 +116,8 @@ def differentiate(function, *arguments, rtol=1e-4, atol=1e-5, keep=None, policy=
             torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
         else:
             error, own = ((x.double() - true).abs().nan_to_num().max() for x in (got, want))
-            assert error <= max(1.5 * own, 2 * torch.finfo(got.dtype).eps * true.abs().nan_to_num().max())
+            roundings = 16 if got.dtype == torch.float32 else 2  # eager's own few may cancel
+            assert error <= max(1.5 * own, roundings * torch.finfo(got.dtype).eps * true.abs().nan_to_num().max())
     assert found[0].stride() == eager[0].stride()
     return backend
 

@@ -195,12 +195,14 @@ def _ordered(site: Site) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
 def _heads(site: Site, form: Form) -> int:
     """Where to part batches from heads: where the mask need not be expanded for a part of either."""
     batch, least = form.batch, len(form.shared)
-    usual = min(len(batch), least + 1) if len(batch) > least else least
-    if len(batch) == least and least:
-        usual = least
-    if len(batch) <= 1 + least:
-        # One axis: heads of a single batch, so that a mask for each head has its dimension.
-        return usual
+    own = len(batch) - least
+    if own <= 1:
+        # A single axis besides shared heads: heads, so that a mask for each has its dimension, unless the queries
+        # have it in front of other dimensions.
+        at = site.query.at
+        in_front = own == 1 and len(at) >= 4 and batch[0] in at[0].flat()
+        return least if in_front else len(batch)
+    usual = least + 1
     used = {axis for step in form.mask for axis in _axes(step)}
     best, cost = usual, _expansion(batch, usual, used)
     for heads in range(least, len(batch) + 1):

@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.attention import known_equal
+from omnicomp.passes.attention.constants import uniform
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term
 from omnicomp.passes.attention.trace import Op, Value
 from omnicomp.passes.attention.views import VIEWS, NotAView, broadcast, source
@@ -60,6 +61,7 @@ class Reader:
     def __init__(self) -> None:
         self._defined: dict[tuple[int, At], Term | None] = {}
         self._keep: list[Value] = []
+        self._uniform: dict[Value, int | bool | None] = {}
 
     def read(self, value: Value, at: At) -> Term:
         """The element of `value` at `at`, not yet looked into, except that a known number is a number."""
@@ -74,10 +76,20 @@ class Reader:
         if key not in self._defined:
             self._keep.append(read.value)  # an id stays unique as long as the object lives
             try:
-                self._defined[key] = self._define(read.value, read.at)
+                made = self._define(read.value, read.at)
             except NotAView:
-                self._defined[key] = None
+                made = None
+            if made is None and read.value.op is not None:
+                made = self._number(read.value)
+            self._defined[key] = made
         return self._defined[key]
+
+    def _number(self, value: Value) -> Term | None:
+        """What no operator here defines, if it is one number everywhere."""
+        if value not in self._uniform:
+            self._uniform[value] = uniform(value)
+        number = self._uniform[value]
+        return None if number is None else Number(dtype=value.fake.dtype, value=number)
 
     def expand(self, term: Term, wanted: Callable[[Read], bool] = lambda read: True) -> Term:
         """`term` with every `wanted` read replaced by its definition, again and again."""

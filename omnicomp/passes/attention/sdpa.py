@@ -26,6 +26,10 @@ __all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"
 
 # Float16 has steps of 16 from here on.
 _SWALLOWS_IN_HALF: Final = -16384.0
+# Double precision holds a score beside any number above.
+_SWALLOWS_IN_DOUBLE: Final = -1e17
+# Swallows any score in any precision.
+_SWALLOWS_ALL: Final = -1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,6 +318,8 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     old = site.fake()
     # In inference the CPU's kernel averages rows of one finite minimum as eager does.
     averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
+    # It adds, so that a fill must be so low that it swallows any score.
+    averages &= all((number(step.value) or 0.0) < _SWALLOWS_ALL for step in form.mask if isinstance(step, Fill))
     if not infinite and (averages or not hiding):
         return GuardedMask(mask)
     top = call(torch.amax, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
@@ -330,6 +336,8 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     mask = call(torch.sub, (mask, top))
     # A huge negative number swallows the scores that it is added to.
     lowest = _SWALLOWS_IN_HALF if site.dtype == torch.float16 else SWALLOWS
+    if site.dtype == torch.float64 and any(isinstance(step, Add) for step in form.mask):
+        lowest = _SWALLOWS_IN_DOUBLE
     return GuardedMask(mask, call(torch.le, (top, lowest)), **nan)
 
 

@@ -56,6 +56,7 @@ class Op:
         outputs: its results.
         node: the node of the graph that it belongs to.
         arguments: names of the positional arguments.
+        target: the operator, without its change in place; None for those that stand for several.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Op:
     outputs: list[Value]
     node: Node
     arguments: tuple[str, ...] = ()
+    target: Any = None
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument `name`, wherever it was given."""
@@ -180,11 +182,13 @@ class _Recorder:
             return
         if not written:
             self._add(name, schema, args, kwargs, [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)])
+            self.trace.ops[-1].target = operator
             return
         functional = functional_counterpart(operator)
         op = None
         if functional is not None and len(written) == 1 and written[0] is args[0]:
             op = self._make(name[:-1], functional._schema, args, kwargs)
+            op.target = functional
         for tensor in written:
             self._write(tensor, op)
 

@@ -81,6 +81,24 @@ def test_rows_of_minus_infinity_or_twice_the_minimum_are_nan(name, dtype, traini
     assert empty.isnan().all()
 
 
+REPAIRED = {
+    "weights": lambda s, v, kept: torch.nan_to_num(s.masked_fill(~kept, -math.inf).softmax(-1)) @ v,
+    "replaced": lambda s, v, kept: torch.softmax(s.masked_fill(~kept, -math.inf), -1).masked_fill(~kept, 0.0) @ v,
+    "rows": lambda s, v, kept: attend(s.masked_fill(~kept, lowest(s)), v).masked_fill(EMPTY, 0.0),
+    "weights of rows": lambda s, v, kept: torch.softmax(s.masked_fill(~kept, -1e30), -1) * ~EMPTY @ v,
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", REPAIRED)
+def test_rows_without_keys_that_the_program_repairs(name, training):
+    q, k, v, _ = inputs()
+    run = differentiate if training else fuse
+    backend = run(lambda q, k, v, kept: REPAIRED[name](q @ k.mT * 0.25, v, kept), q, k, v, KEPT)
+    # Weights that are replaced one by one may be put anywhere.
+    assert backend.miss() if name == "replaced" else backend.rewrite()
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fill", [-math.inf, -1e9, torch.finfo(torch.float32).min])
 def test_a_mask_that_is_an_input_is_not_trusted_to_keep_a_key(fill, training):
@@ -157,6 +175,25 @@ def test_a_fill_that_no_score_reaches_is_fused(fill):
 @pytest.mark.parametrize("scale", [0.25, 2.0])
 def test_half_inputs_with_a_float32_softmax_are_no_farther_from_float64(dtype, scale):
     backend = fuse(lambda q, k, v, m: attend(q @ k.mT * scale + m, v), *inputs(dtype, keys=128, size=32))
+    assert backend.rewrite()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_filled_with_a_sentinel_are_uniform_however_large_the_scores(training):
+    """-1e9 swallows no score of a hundred; but what is filled does not hold the scores any more."""
+    q, k, v, _ = inputs()
+    function = lambda q, k, v, kept: attend((q @ k.mT * 20).masked_fill(~kept, -1e9), v)  # noqa: E731
+    backend = Backend(training=training)
+    found = compiled(function, backend)(q.requires_grad_(training), k, v, KEPT)
+    assert backend.rewrite()
+    torch.testing.assert_close(found, function(q, k, v, KEPT), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_sentinel_that_is_added_in_double_precision_swallows_nothing(training):
+    arguments = [x.double() for x in inputs()[:3]]
+    run = differentiate if training else fuse
+    backend = run(lambda q, k, v, kept: attend(q @ k.mT + torch.where(kept, 0.0, -1e9).double(), v), *arguments, KEPT)
     assert backend.rewrite()
 
 

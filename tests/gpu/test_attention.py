@@ -1,0 +1,327 @@
+"""On a CUDA device: hand-written attention takes fused kernels, and is as near to float64 as eager."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from omnicomp.timeline import NearMiss, Ran, Rewrite, Speculation, current
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.inductor,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+Function = Callable[..., torch.Tensor]
+FAST = r"kernel _scaled_dot_product_(flash|cudnn)_attention$"
+DENSE = r"kernel _scaled_dot_product_(efficient|cudnn)_attention$"
+LENGTH = 1024
+
+
+def events(kind: type) -> list[Any]:
+    return [event for event in current() if isinstance(event, kind)]
+
+
+def operands(
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    size: int = 64,
+    heads: int = 4,
+    shared: int = 4,
+    queries: int = LENGTH,
+    keys: int = LENGTH,
+    batch: int = 2,
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(queries, heads), (keys, shared), (keys, shared)]
+    made = [torch.randn(batch, n, h, size, device="cuda", dtype=dtype).transpose(1, 2) for n, h in shapes]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+def indices(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+    return rows[:, None], columns
+
+
+def attend(scores: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The softmax in float32, as transformers writes it; in float64 for the reference."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, -1, dtype=wide).to(value.dtype) @ value
+
+
+def product(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+
+
+def lowest(scores: torch.Tensor) -> float:
+    return torch.finfo(scores.dtype).min
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = product(q, k)
+    rows, columns = indices(scores)
+    return attend(scores.masked_fill(columns > rows, lowest(scores)), v)
+
+
+def full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend(product(q, k), v)
+
+
+def window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = product(q, k)
+    rows, columns = indices(scores)
+    return attend(scores.masked_fill((columns > rows) | (rows - columns >= 100), -torch.inf), v)
+
+
+def bottom_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = product(q, k)
+    rows, columns = indices(scores)
+    return attend(scores.masked_fill(columns > rows + (k.shape[-2] - q.shape[-2]), lowest(scores)), v)
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    return causal(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    scores = product(q, k)
+    rows, columns = indices(scores)
+    return attend(scores.masked_fill((columns > rows) | (kept[:, None, None] == 0), lowest(scores)), v)
+
+
+def softcapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = torch.tanh(product(q, k) / 30) * 30
+    rows, columns = indices(scores)
+    return attend(scores.masked_fill(columns > rows, lowest(scores)), v)
+
+
+def alibi(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = product(q, k)
+    rows, columns = indices(scores)
+    slopes = 2.0 ** -torch.arange(1, q.shape[1] + 1, device=q.device)
+    scores = scores + (slopes[:, None, None] * (columns - rows)).to(scores.dtype)
+    return attend(scores.masked_fill(columns > rows, lowest(scores)), v)
+
+
+def t5_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.transpose(-1, -2)
+    rows, columns = indices(scores)
+    bias = F.embedding((rows - columns).abs().clamp(max=31), table).permute(2, 0, 1).unsqueeze(0)
+    return attend(scores / 8 + bias, v)
+
+
+def with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    scores = product(q, k)
+    rows, columns = indices(scores)
+    scores = scores.masked_fill(columns > rows, lowest(scores))
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.cat((scores, column), -1).softmax(-1, dtype=wide)
+    return weights[..., :-1].to(v.dtype) @ v
+
+
+def results(function: Function, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [a.detach().clone().requires_grad_(a.requires_grad) for a in arguments]
+    out = function(*leaves)
+    torch.manual_seed(1)
+    grad = torch.randn(out.shape, device="cuda").to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad)]
+
+
+def check(function: Function, arguments: list[torch.Tensor], **options: Any) -> Rewrite:
+    """Values and gradients are no farther from float64 than those of eager; the only site was fused."""
+    doubled = [a.detach().double() if a.is_floating_point() else a for a in arguments]
+    exact = results(function, [d.requires_grad_(a.requires_grad) for d, a in zip(doubled, arguments, strict=True)])
+    found = results(torch.compile(function, backend="omni", fullgraph=True, **options), arguments)
+    eps = torch.finfo(arguments[0].dtype).eps
+    for number, (got, own, true) in enumerate(zip(found, results(function, arguments), exact, strict=True)):
+        assert torch.equal(got.isnan(), own.isnan())
+        error, bound = ((x.double() - true).nan_to_num().norm() for x in (got, own))
+        assert error <= 1.5 * bound + eps * true.nan_to_num().norm(), f"result {number}: {error:.3g} > {bound:.3g}"
+    assert events(NearMiss) == []
+    (rewrite,) = events(Rewrite)
+    return rewrite
+
+
+def kernels() -> set[str]:
+    return {kernel for ran in events(Ran) for kernel in ran.kernels}
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_causal_attention_needs_no_mask(size: int) -> None:
+    detail = check(causal, operands(size=size)).detail
+    assert "is_causal" in detail
+    assert re.search(FAST, detail)
+    assert any("_scaled_dot_product" in kernel and "backward" in kernel for kernel in kernels()), kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_causal_attention_in_other_dtypes(dtype: torch.dtype) -> None:
+    detail = check(causal, operands(dtype=dtype)).detail
+    assert "is_causal" in detail
+    # Only the memory-efficient kernel computes in float32.
+    assert re.search(FAST if dtype == torch.float16 else DENSE, detail)
+
+
+def test_attention_without_a_mask() -> None:
+    detail = check(full, operands()).detail
+    assert re.search(FAST, detail)
+    assert "mask" not in detail
+
+
+def test_grouped_heads_are_not_repeated() -> None:
+    detail = check(grouped, operands(heads=8, shared=2)).detail
+    assert "enable_gqa" in detail
+    assert "is_causal" in detail
+    assert re.search(FAST, detail)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_window_leaves_out_blocks(size: int) -> None:
+    rewrite = check(window, operands(size=size))
+    assert rewrite.target == "flex_attention"
+    assert "sliding window of 100" in rewrite.detail
+
+
+def test_a_short_window_is_a_dense_mask() -> None:
+    rewrite = check(window, operands(queries=256, keys=256))
+    assert rewrite.target == "scaled_dot_product_attention"
+    assert re.search(DENSE, rewrite.detail)
+
+
+def test_queries_at_the_end_of_the_keys() -> None:
+    assert "causal, offset 512" in check(bottom_right, operands(queries=512)).detail
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_softcap_is_flex_attention(size: int) -> None:
+    rewrite = check(softcapped, operands(size=size))
+    assert rewrite.target == "flex_attention"
+    assert "tanh" in rewrite.detail
+
+
+def test_alibi_is_computed_and_not_read() -> None:
+    rewrite = check(alibi, operands())
+    assert rewrite.target == "flex_attention"
+    assert "bias" in rewrite.detail
+
+
+def test_a_learned_bias_has_its_gradient() -> None:
+    table = torch.randn(32, 4, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    check(t5_bias, [*operands(), table])
+
+
+def test_sinks_have_their_gradient() -> None:
+    sinks = torch.randn(4, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    rewrite = check(with_sinks, [*operands(), sinks])
+    assert rewrite.target == "omnicomp.attention_with_sink"
+    assert "is_causal" in rewrite.detail
+
+
+def test_padding_on_the_right() -> None:
+    kept = torch.ones(2, LENGTH, device="cuda", dtype=torch.long)
+    kept[0, 700:] = 0
+    assert "causal and padding" in check(padded, [*operands(), kept], options={"speculate": False}).detail
+
+
+@pytest.mark.parametrize("length", [256, LENGTH])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_without_keys_are_those_of_eager(length: int, dtype: torch.dtype) -> None:
+    """Padding on the left leaves the first queries no key: one finite minimum shares them equally."""
+    kept = torch.ones(2, length, device="cuda", dtype=torch.long)
+    kept[0, : length // 3] = 0
+    q, k, v = (x.detach() for x in operands(queries=length, keys=length, dtype=dtype))
+    compiled = torch.compile(padded, backend="omni", fullgraph=True, options={"speculate": False})
+    with torch.no_grad():
+        found, eager = compiled(q, k, v, kept), padded(q, k, v, kept)
+    assert len(events(Rewrite)) == 1
+    torch.testing.assert_close(found[0, :, : length // 3], eager[0, :, : length // 3], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(found, eager, rtol=5e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("length", [256, LENGTH])
+def test_rows_of_minus_infinity_are_nan(length: int) -> None:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return attend(product(q, k).masked_fill(kept[:, None, None] == 0, -torch.inf), v)
+
+    kept = torch.ones(2, length, device="cuda", dtype=torch.long)
+    kept[1] = 0
+    q, k, v = (x.detach() for x in operands(queries=length, keys=length))
+    with torch.no_grad():
+        found = torch.compile(function, backend="omni", options={"speculate": False})(q, k, v, kept)
+    assert len(events(Rewrite)) == 1
+    assert not found[0].isnan().any()
+    assert found[1].isnan().all()
+
+
+def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.softmax(product(q, k), -1), 0.25, training=True) @ v
+
+
+def test_dropout_has_its_probability_and_repeats_under_a_seed() -> None:
+    """With values of one everywhere the output is the sum of the weights that are left, 1 on the average."""
+    q, k, v = operands(size=64)
+    compiled = torch.compile(dropped, backend="omni", fullgraph=True)
+
+    def step(value: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        return results(compiled, [q, k, value])
+
+    first, second = step(v), step(v)
+    (rewrite,) = events(Rewrite)
+    assert "dropout=0.25" in rewrite.detail
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    sums = step(torch.ones_like(v).requires_grad_())[0].float()[..., 0]
+    eager = torch.softmax(product(q, k).float(), -1).detach()
+    # Each weight is kept with probability 3/4 and scaled by 4/3.
+    variance = (eager.square().sum(-1) * (0.25 / 0.75)).mean()
+    assert abs(float(sums.mean()) - 1) < 0.01
+    assert float(sums.var()) == pytest.approx(float(variance), rel=0.15)
+    torch.manual_seed(12)
+    assert not torch.equal(first[0], compiled(q, k, v))
+
+
+def test_the_gradient_has_the_dropout_of_the_forward() -> None:
+    """The output is linear in the values: their gradient, summed, is the output for values of one."""
+    q, k, v = (x.detach() for x in operands())
+    value = torch.ones_like(v).requires_grad_()
+    out = torch.compile(dropped, backend="omni", fullgraph=True)(q, k, value)
+    (grad,) = torch.autograd.grad(out.float().sum(), value)
+    torch.testing.assert_close(grad.float().sum((2, 3)), out.float().sum((2, 3)), rtol=1e-2, atol=1.0)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_full_padding_mask_is_speculated_away_with_and_without_cuda_graphs(mode: str) -> None:
+    arguments = [x.detach() for x in operands(batch=4, heads=16, shared=16, queries=2048, keys=2048)]
+    whole = torch.ones(4, 2048, device="cuda", dtype=torch.long)
+    part = whole.clone()
+    part[1, 1500:] = 0
+    compiled = torch.compile(padded, backend="omni", mode=mode)
+    with torch.no_grad():
+        for kept in (whole, whole, part, whole, part, part):
+            torch.compiler.cudagraph_mark_step_begin()
+            found = compiled(*arguments, kept).clone()
+            torch.testing.assert_close(found, padded(*arguments, kept), rtol=5e-2, atol=2e-2)
+    states = [(event.state, event.variant) for event in events(Speculation)]
+    assert ("held", "assumed") in states
+    assert ("failed", "general") in states
+    details = [event.detail for event in events(Rewrite)]
+    assert sum("is_causal" in detail for detail in details) == 1
+    assert len(details) == 2, "two variants, and nothing compiled again"
+
+
+def test_changing_lengths_share_a_graph() -> None:
+    compiled = torch.compile(causal, backend="omni", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (512, 640, 1000):
+            q, k, v = (x.detach() for x in operands(queries=length, keys=length))
+            torch.testing.assert_close(compiled(q, k, v), causal(q, k, v), rtol=5e-2, atol=2e-2)
+    (rewrite,) = events(Rewrite)
+    assert "is_causal" in rewrite.detail
