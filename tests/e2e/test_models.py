@@ -27,7 +27,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, scale: float, tole
 # misses in training, while the cross-attention without a bias is fused.
 @pytest.mark.parametrize(
     ("name", "fused", "fused_in_training"),
-    [("bert", 2, 2), ("llama", 2, 2), ("vit", 2, 2), ("t5", 6, 2), ("resnet", 0, 0)],
+    [("bert", 2, 2), ("llama", 2, 2), ("vit", 2, 2), ("t5", 6, 6), ("resnet", 0, 0)],
 )
 def test_values_gradients_and_sites(name: str, fused: int, fused_in_training: int) -> None:
     case = build(name)

@@ -143,7 +143,8 @@ def check(function: Function, arguments: list[torch.Tensor], **options: Any) -> 
     for number, (got, own, true) in enumerate(zip(found, results(function, arguments), exact, strict=True)):
         assert torch.equal(got.isnan(), own.isnan())
         error, bound = ((x.double() - true).nan_to_num().norm() for x in (got, own))
-        assert error <= 1.5 * bound + eps * true.nan_to_num().norm(), f"result {number}: {error:.3g} > {bound:.3g}"
+        # In float32 both are a few roundings off.
+        assert error <= 1.5 * bound + 16 * eps * true.nan_to_num().norm(), f"result {number}: {error:.3g} > {bound:.3g}"
     assert events(NearMiss) == []
     (rewrite,) = events(Rewrite)
     return rewrite

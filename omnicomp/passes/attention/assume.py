@@ -18,7 +18,9 @@ from omnicomp.timeline import Reason
 __all__ = ["assume_full"]
 
 
-def assume_full(site: Site, form: Form, masking: Masking, builder: Builder, context: PassContext) -> Masking | Reason:
+def assume_full(
+    site: Site, form: Form, masking: Masking, builder: Builder, context: PassContext, sites: int = 1
+) -> Masking | Reason:
     """What the mask is if nothing is padded, once that is assumed.
 
     Args:
@@ -27,6 +29,7 @@ def assume_full(site: Site, form: Form, masking: Masking, builder: Builder, cont
         masking: what its mask hides.
         builder: inserts the condition that is to be checked; the caller takes the nodes back.
         context: where the assumption is recorded; it must allow to speculate.
+        sites: how many attentions of the graph may share the mask.
 
     Returns:
         What is then hidden, or why nothing was assumed.
@@ -55,7 +58,8 @@ def assume_full(site: Site, form: Form, masking: Masking, builder: Builder, cont
         assumed.append(found)
     refused = worth(
         site.fake().device.type,
-        flops=_flops(site, groups),
+        flops=_flops(site, groups) * sites,
+        sites=sites,
         causal=rest.is_causal and not rest.is_full,
         checked_bytes=sum(a.bytes for a in assumed),
     )
@@ -63,7 +67,7 @@ def assume_full(site: Site, form: Form, masking: Masking, builder: Builder, cont
         return refused
     for found in assumed:
         context.assume(found)
-    return Masking(mask=rest, keep=rest.term, biases=(), finite=masking.finite)
+    return Masking(mask=rest, keep=rest.term, biases=(), finite=masking.finite, assumed=True)
 
 
 def _flops(site: Site, groups: Any) -> int:

@@ -11,7 +11,7 @@ from omnicomp._torch.attention import hint_of
 from omnicomp.graphs import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
 from omnicomp.passes.attention.form import Form
-from omnicomp.passes.attention.masking import Masking
+from omnicomp.passes.attention.masking import Masking, own_masking
 from omnicomp.passes.attention.operands import visible
 from omnicomp.passes.attention.reader import cast
 from omnicomp.passes.attention.sdpa import Variant, finish, parts
@@ -37,6 +37,7 @@ def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> boo
     for axis in flat((*site.queries, *site.keys)):
         pairs *= hint_of(axis.size)
     if masking.biases:
+        masking = own_masking(site, form, masking, session.reader)
         computed = all(isinstance(s, Add) and _computed(s.term, site, session) is not None for s in masking.biases)
         return pairs >= _COMPUTED_PAIRS and computed
     return pairs >= _SPARSE_PAIRS and masking.mask is not None and masking.mask.name != "unknown"
@@ -65,6 +66,7 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
         MatchEnded: it can't say this attention.
     """
     session = attempt.session
+    masking = own_masking(site, form, masking, session.reader)
     bare = Form(scale=form.scale, factors=form.factors, mask=[], batch=form.batch, heads=form.heads, shared=form.shared)
     made = parts(site, bare, Variant(grouped=bool(form.shared)), attempt.builder, session.reader, session.shared)
     batch, heads, queries, keys = form.groups(site)

@@ -6,13 +6,13 @@ from collections.abc import Hashable
 import torch
 
 from omnicomp.passes.attention.form import SWALLOWS, Form, number
-from omnicomp.passes.attention.masks import Mask, read_mask
+from omnicomp.passes.attention.masks import Mask, read_mask, without_padding
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Site, Step
 from omnicomp.passes.attention.terms import Apply, Axis, Term, flat, key_of
 
-__all__ = ["Masking", "mask_key", "read_masking"]
+__all__ = ["Masking", "mask_key", "own_masking", "read_masking"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,14 @@ class Masking:
         keep: the same as a term over the site's axes; None if no step hides any.
         biases: the steps that hide nothing, as far as is known.
         finite: whether a row with no key left is an average in eager; otherwise it is NaN, or it is not known.
+        assumed: whether padding was left out, because nothing is assumed to be padded.
     """
 
     mask: Mask | None = None
     keep: Term | None = None
     biases: tuple[Step, ...] = ()
     finite: bool = True
+    assumed: bool = False
 
     @property
     def name(self) -> str:
@@ -86,6 +88,16 @@ def read_masking(site: Site, form: Form, reader: Reader) -> Masking:
     added = sum(isinstance(step, Add) for step in form.mask) - len(biases)
     finite = all(value != -float("inf") for value in values) and added <= 1
     return Masking(mask=read_mask(total, **named), keep=total, biases=tuple(biases), finite=finite)
+
+
+def own_masking(site: Site, form: Form, shared: Masking, reader: Reader) -> Masking:
+    """What is shared by all sites with the same mask, in terms of this site's axes."""
+    own = read_masking(site, form, reader)
+    if not shared.assumed or own.mask is None:
+        return own
+    groups = map(flat, form.groups(site))
+    rest = without_padding(own.mask, **dict(zip(("batch", "heads", "query", "key"), groups, strict=True)))
+    return dataclasses.replace(own, mask=rest, keep=rest.term, assumed=True)
 
 
 def _hidden(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> tuple[Term, float] | None:

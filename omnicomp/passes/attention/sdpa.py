@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from omnicomp._torch.attention import known_equal
 from omnicomp.passes.attention.build import Builder, value_of
+from omnicomp.passes.attention.candidates import written_out
 from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, number
 from omnicomp.passes.attention.masking import mask_key
 from omnicomp.passes.attention.reader import Reader
@@ -315,6 +316,15 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     added = sum(isinstance(step, Add) and _hides(step, reader) for step in form.mask)
     undefined = added > 1 or not all(_finite_step(s, reader) for s in form.mask if not isinstance(s, Fill))
     infinite = undefined or not all(_finite_step(step, reader) for step in form.mask)
+    if hiding and written_out(site.softmax) and site.softmax.name == "exp":
+        raise MatchEnded(
+            site.softmax.node,
+            "where no key is left, exp(x - logsumexp(x)) sums to the number of keys, which no kernel's softmax does",
+            observed="a mask that may hide every key",
+            needed="a mask that is known to leave one, or torch.softmax",
+            lever="write torch.softmax(x, -1)",
+            code="not_equal",
+        )
     old = site.fake()
     # In inference the CPU's kernel averages rows of one finite minimum as eager does.
     averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
@@ -328,7 +338,9 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
         empty = call(torch.isneginf, (top,))
         mask = call(torch.masked_fill, (mask, empty, 0.0))
         top = call(torch.masked_fill, (top, empty, 0.0))
-    nan = {"undefined" if undefined and math.isnan(site.undefined) else "empty": empty}
+    # What the program itself puts in the place of NaN stops the gradient there.
+    replaced = not math.isnan(site.undefined) or any(isinstance(step, Fill) for step in site.weights)
+    nan = {"undefined" if undefined and not replaced else "empty": empty}
     if averages:
         return GuardedMask(mask, **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key

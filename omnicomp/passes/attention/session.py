@@ -60,6 +60,11 @@ class Session:
     blocks: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
     maskings: dict[Any, Masking] = dataclasses.field(default_factory=dict[Any, Masking])
 
+    @property
+    def softmaxes(self) -> int:
+        """How many there are in the whole graph: about as many attentions, most of which share one mask."""
+        return max(1, sum(op.name in ("_softmax", "_safe_softmax") for op in self.trace.ops))
+
     @contextlib.contextmanager
     def attempt(self, site: Site) -> "Generator[Attempt]":
         """Insert nodes before the output of a site; they are taken back unless the attempt is kept."""
