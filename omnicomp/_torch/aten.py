@@ -10,6 +10,8 @@ from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from omnicomp._torch.attention import quiet
+
 __all__ = ["HigherOrderOperator", "Listener", "functional_counterpart", "listening", "storage_key"]
 
 _Out = Any
@@ -48,7 +50,7 @@ def listening(values: Sequence[Any], listener: Listener) -> Generator[Callable[[
     environment = mode.shape_env
     with contextlib.ExitStack() as stack:
         if environment is not None:
-            stack.enter_context(environment.suppress_guards())
+            stack.enter_context(quiet(mode))
             # Operators whose results depend on data make symbols here that belong to no node.
             stack.enter_context(environment.ignore_fresh_unbacked_symbols())
         for context in (mode, torch.no_grad(), mock.patch.object(mode, "allow_non_fake_inputs", True)):

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +19,7 @@ __all__ = [
     "is_static",
     "known_equal",
     "known_shape",
+    "quiet",
     "without_guards",
 ]
 
@@ -99,8 +101,27 @@ def known_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
 def without_guards(value: torch.Tensor) -> Generator[None]:
     """Evaluate on fake tensors of the mode of `value` without adding guards on their symbolic sizes."""
     mode = getattr(value, "fake_mode", None)
-    shape_env = getattr(mode, "shape_env", None)
-    with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
+    if mode is None:
+        yield
+        return
+    with quiet(mode):
+        yield
+
+
+@contextlib.contextmanager
+def quiet(mode: Any) -> Generator[None]:
+    """Evaluate in a fake mode without adding guards, and without leaving a trace in its cache.
+
+    What is computed while guards are suppressed may have numbers in the place of symbols. Cached, it would be given to
+    whoever runs the same operator later, and would specialize the graph there.
+    """
+    environment = mode.shape_env
+    if environment is None:
+        yield
+        return
+    known = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", None)
+    cached = contextlib.nullcontext() if not known else mock.patch.object(mode, "cache_enabled", False)
+    with environment.suppress_guards(), cached:
         yield
 
 

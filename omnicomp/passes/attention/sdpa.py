@@ -10,7 +10,6 @@ import math
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 
 from omnicomp._torch.attention import known_equal
 from omnicomp.passes.attention.build import Builder, value_of
@@ -25,6 +24,7 @@ from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, fla
 __all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"]
 
 
+_PAD: Final[Any] = torch.ops.aten.constant_pad_nd.default
 # Float16 has steps of 16 from here on.
 _SWALLOWS_IN_HALF: Final = -16384.0
 # Double precision holds a score beside any number above.
@@ -182,9 +182,9 @@ def _pad(query: Any, key: Any, value: Any, builder: Builder) -> tuple[Any, Any, 
     if not isinstance(narrow, int) or not isinstance(wide, int):
         raise ValueError("symbolic head sizes that differ")
     if narrow < wide:
-        query, key = (builder.call(F.pad, (item, (0, wide - narrow))) for item in (query, key))
+        query, key = (builder.call(_PAD, (item, [0, wide - narrow], 0.0)) for item in (query, key))
         return query, key, value, None
-    return query, key, builder.call(F.pad, (value, (0, narrow - wide))), wide
+    return query, key, builder.call(_PAD, (value, [0, narrow - wide], 0.0)), wide
 
 
 def _of_rows(site: Site, step: Step) -> bool:
