@@ -119,7 +119,10 @@ def quiet(mode: Any) -> Generator[None]:
     if environment is None:
         yield
         return
-    known = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", None)
+    # The older name warns where there is a newer one.
+    known: Any = getattr(
+        environment, "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
+    )
     cached = contextlib.nullcontext() if not known else mock.patch.object(mode, "cache_enabled", False)
     with environment.suppress_guards(), cached:
         yield
