@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["FORMS", "Form", "Layer", "covering", "cross_product", "make_tensors", "naive", "upcast", "work"]
@@ -225,10 +226,10 @@ def _t5(layer: Layer, tensors: dict[str, Tensor]) -> Form:
 
     def bias() -> Tensor:
         position = torch.arange(length, device=table.device)
-        return table[_bucket(position[None, :] - position[:, None])].permute(2, 0, 1)[None]
+        return F.embedding(_bucket(position[None, :] - position[:, None]), table).permute(2, 0, 1)[None]
 
     def score_mod() -> ScoreFunction:
-        by_distance = table[_bucket(torch.arange(1 - length, length, device=table.device))]
+        by_distance = F.embedding(_bucket(torch.arange(1 - length, length, device=table.device)), table)
         return lambda score, b, h, q, k: score + by_distance[k - q + length - 1, h]
 
     return Form(

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -123,8 +124,12 @@ def quiet(mode: Any) -> Generator[None]:
     known: Any = getattr(
         environment, "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
     )
-    cached = contextlib.nullcontext() if not known else mock.patch.object(mode, "cache_enabled", False)
-    with environment.suppress_guards(), cached:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment.suppress_guards())
+        if known:
+            stack.enter_context(mock.patch.object(mode, "cache_enabled", False))
+            # As AOTAutograd traces: some operators' decompositions in C++ know no symbols (matmul up to torch 2.11).
+            stack.enter_context(enable_python_dispatcher())
         yield
 
 

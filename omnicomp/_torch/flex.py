@@ -30,6 +30,7 @@ __all__ = [
     "fake_constant",
     "fake_outputs",
     "fast_tanh",
+    "fitting_tile",
     "is_symbol",
     "kernel_options",
     "missing_code_generator",
@@ -48,6 +49,8 @@ ONE_BLOCK: Final[int] = frontend._LARGE_SPARSE_BLOCK_SIZE
 
 # Queries by keys of the forward; in the backward also keys by queries.
 _TILE: Final = (128, 64)
+# Head sizes for which torch has tiles in float32.
+_TUNED: Final = (64, 128, 256)
 
 _ARITHMETIC: Final[dict[type, Callable[[Any, Any], Any]]] = {
     sympy.Add: operator.add,
@@ -90,29 +93,52 @@ def kernel_options(query: Any, key: Any, value: Any, *, return_lse: bool, traini
         return dict(frontend._apply_kernel_options(query, key, value, return_lse, None))
 
 
-def tile_options(query: Any, element_bytes: int) -> dict[str, int]:
-    """Options for kernels that load something for each score, so that their tiles fit a multiprocessor's memory.
+def tile_options(query: Any, value: Any, element_bytes: int) -> dict[str, int]:
+    """Options that make the kernels' tiles fit a multiprocessor's memory where torch's own choice does not.
 
-    torch's own tiles leave room for queries, keys and values; the loads of a pipelined loop need as much again as there
-    are stages.
+    torch has no tiles for float32 with head sizes other than powers of two, and takes some that need more than there
+    is. Its other tiles leave room for queries, keys and values, but for nothing that is loaded for each score: the
+    loads of a pipelined loop need as much again as there are stages.
 
     Args:
         query: [B, Hq, Q, D], fake.
+        value: [B, Hkv, K, Dv], fake.
         element_bytes: loaded for each score.
 
     Returns:
         Options; none where torch's defaults do.
     """
-    if not element_bytes or query.device.type != "cuda" or torch.version.hip is not None:
+    if query.device.type != "cuda" or torch.version.hip is not None:
         return {}
     room = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
     row = query.shape[-1] * query.dtype.itemsize
+    if not element_bytes:
+        untuned = query.dtype == torch.float32 and query.shape[-1] not in _TUNED and query.shape[-1] < max(_TUNED)
+        return fitting_tile(room, row, value.shape[-1] * value.dtype.itemsize) if untuned else {}
     long, short = _TILE
     tile = long * short * element_bytes
     forward = (room - long * row) // (tile + 2 * short * row)
     backward = (room - 2 * long * row) // (tile + 2 * short * row)
     wide = {} if query.shape[-1] > long else {"fwd_BLOCK_N": short}
     return wide | {"fwd_num_stages": min(max(forward, 1), 2), "bwd_num_stages": min(max(backward, 1), 2)}
+
+
+def fitting_tile(room: int, row: int, value_row: int) -> dict[str, int]:
+    """The forward's tile of 64 queries with the most keys, and then the most stages, that fit.
+
+    Args:
+        room: bytes of memory of a multiprocessor.
+        row: bytes of a query, and of a key.
+        value_row: bytes of a value.
+
+    Returns:
+        Options; none if torch's own tile fits, which is 64 keys in three stages.
+    """
+    for keys in (64, 32, 16):
+        stages = (room - 64 * row) // (keys * (row + value_row))
+        if stages >= 1:
+            return {} if (keys, min(stages, 3)) == (64, 3) else {"fwd_BLOCK_N": keys, "fwd_num_stages": min(stages, 3)}
+    return {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}
 
 
 def fake_outputs(mode: FakeTensorMode, arguments: tuple[Any, ...], *, requires_grad: bool) -> tuple[torch.Tensor, ...]:

@@ -31,19 +31,23 @@ def in_float32(form, arguments):
 
 def check(form, arguments, gradients):
     copies = exact(arguments)
-    plain = [a.detach().requires_grad_(a.requires_grad) for a in arguments]
+    plain, own = ([a.detach().requires_grad_(a.requires_grad) for a in arguments] for _ in range(2))
     with torch.set_grad_enabled(gradients):
         out, want, near = run(form, arguments), reference(form, *copies), in_float32(form, plain)
+        eager = reference(form, *own)
     eps = torch.finfo(out.dtype).eps
     assert (out - want).abs().max() <= 2 * (near - want).abs().max() + eps
     if gradients:
         gradient = torch.randn_like(out)
-        for result in (out, want, near):
+        for result in (out, want, eager):
             result.backward(gradient.to(result.dtype))
-        for argument, copied in zip(arguments, copies, strict=True):
+        for argument, copied, other in zip(arguments, copies, own, strict=True):
             if argument.requires_grad:
-                # The kernel rounds the gradient of each score to the dtype of the queries.
-                bound = 4 * eps * copied.grad.abs().max()
+                # Kernel and eager round the gradient of each score to the dtype of the queries: where a gradient is
+                # the sum over many scores that cancel, eager's own error says how far that leads.
+                # In float32 the order of the sums counts as well.
+                few = 16 if out.dtype == torch.float32 else 4
+                bound = few * eps * copied.grad.abs().max() + 2 * (other.grad - copied.grad).abs().max()
                 assert (argument.grad - copied.grad).abs().max() <= bound
 
 

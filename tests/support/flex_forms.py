@@ -234,7 +234,7 @@ def reference(form, query, key, value, *tensors):
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     s = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     s = form.dense(s, b[:, None, None, None], h[:, None, None], q[:, None], k, *tensors)
-    return torch.nan_to_num(torch.softmax(s, -1)) @ value
+    return torch.nan_to_num(torch.softmax(s, -1)).to(value.dtype) @ value
 
 
 class FlexBackend:

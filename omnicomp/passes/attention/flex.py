@@ -11,6 +11,7 @@ such a row. Whoever inserts has to know that there is none, or to mend it.
 The scores stay in float32 from the product to the softmax: a cast of them to half precision is left out.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -28,6 +29,7 @@ from omnicomp._torch import flex
 from omnicomp._torch.attention import without_guards
 from omnicomp.graphs import evaluate, fake_value, insert_call
 from omnicomp.passes.attention.flex_blocks import are_contiguous, find_blocks, grid, one_block, ordered
+from omnicomp.passes.attention.flex_bounds import Bounds, Unbounded
 from omnicomp.passes.attention.flex_values import Backend, Indices, Values, is_constant
 from omnicomp.passes.attention.terms import Axis, Index, Number, Position, Read, Term, leaves
 
@@ -149,7 +151,7 @@ def insert_flex(module: GraphModule, before: Node, spec: FlexSpec, shared: dict[
         lengths, blocks, contiguous, size = site.blocks()
         mask = flex.block_mask_tuple(lengths, blocks, size, mask_mod)
         options = flex.kernel_options(query, key, value, return_lse=spec.return_lse, training=spec.training)
-        options |= {"BLOCKS_ARE_CONTIGUOUS": contiguous, **flex.tile_options(query, site.bytes_of_elements())}
+        options |= {"BLOCKS_ARE_CONTIGUOUS": contiguous, **flex.tile_options(query, value, site.bytes_of_elements())}
         arguments = (spec.query, spec.key, spec.value, score_mod, mask, spec.scale, options, score_reads, mask_reads)
         with before.graph.inserting_before(before):
             node = before.graph.call_function(flex.FLEX, arguments)
@@ -324,7 +326,10 @@ class _Site:
         columns: Any,
         call: Callable[..., Any] | None = None,
     ) -> tuple[Any, Any]:
-        """Which blocks have an element that is kept, and which no other: nodes, or the results of `call`."""
+        """Which blocks have an element that is kept, and which no other: nodes, or the results of `call`.
+
+        Those of nodes are bounds, where the mask has any that cost less than its elements.
+        """
         number = self._number if call is None else _as_it_is
         call = call or self._call
         index, valid = grid(call, sizes, roles, rows, columns, self._device, number)
@@ -335,7 +340,12 @@ class _Site:
                 tensor = call(_ATEN.detach.default, tensor)
             return call(_ATEN.index.Tensor, tensor, [position(at) for at in positions]) if positions else tensor
 
-        kept = number(Values(self._indices, Backend(call=call, index=index, read=read, number=number))(keep))
+        values = Values(self._indices, Backend(call=call, index=index, read=read, number=number))
+        if number is not _as_it_is and roles >= {2, 3}:
+            bounds = Bounds(call=call, indices=self._indices, values=values, number=number, device=self._device)
+            with contextlib.suppress(Unbounded):
+                return bounds.blocks(keep, valid)
+        kept = number(values(keep))
         if not isinstance(kept, Node | torch.Tensor):
             kept = call(torch.full, (1, 1, 1, 1, 1, 1), bool(kept), device=self._device)
         return find_blocks(call, kept, valid)

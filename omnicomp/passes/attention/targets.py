@@ -269,9 +269,11 @@ def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attem
     kernel = sink_kernel(query, fake_value(made.key), masked=masked, trained=trained, is_causal=variant.is_causal)
     if not kernel:
         return None
+    if kernel == "flash" and _takes_cudnn(made, variant, form.scale):
+        kernel = "cudnn"
     batch, heads, queries, _ = form.groups(site)
     sink = attempt.builder.term(site.sinks[0], (batch, heads, queries, ()), query.device)
-    kwargs: dict[str, Any] = {"scale": form.scale}
+    kwargs: dict[str, Any] = {"scale": form.scale, "kernel": kernel}
     if variant.is_causal:
         kwargs["is_causal"] = True
     if variant.grouped:
@@ -280,6 +282,15 @@ def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attem
     fused = finish(site, form, attempt.call(ATTENTION_WITH_SINK, operands, kwargs), made, attempt.builder)
     detail = _describe(site, form, masking, variant, kernel)
     return attempt.keep(form, fused, target="omnicomp.attention_with_sink", detail=detail)
+
+
+def _takes_cudnn(made: Parts, variant: Variant, scale: float) -> bool:
+    """Whether cuDNN's kernel is the fastest for an attention without a mask, and takes it."""
+    operands = (made.query, made.key, made.value)
+    if not prefers_cudnn(fake_value(made.query), fake_value(made.key)):
+        return False
+    kwargs = {"scale": scale, "is_causal": variant.is_causal, "enable_gqa": variant.grouped}
+    return "cudnn" in fused_kernel(functools.partial(_try, PINNED_ATTENTION, operands, kwargs))
 
 
 def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel: str) -> str:
