@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import add_common_arguments, interleave, machine, markdown_table
+from harness import add_common_arguments, interleave, machine, markdown_table, peak_memory
 
 import omnicomp
 from omnicomp.testing.models import MODELS, SIZES, Case, Size, build
@@ -74,7 +74,7 @@ def measure(case: Case, arguments: argparse.Namespace, *, training: bool) -> Row
         if backend == "omni":
             sites = omnicomp.audit().sites
             seen = {"fused": len(sites.fused), "missed": len(sites.near_misses)}
-    peaks = {name: _peak(function, arguments.device) for name, function in candidates.items()}
+    peaks = {name: peak_memory(function, arguments.device) or 0.0 for name, function in candidates.items()}
     rounds = arguments.rounds or (5 if arguments.quick else 11)
     times = interleave(
         candidates, rounds=rounds, seconds=0.2 if arguments.device == "cuda" else 1.0, device=arguments.device
@@ -97,18 +97,6 @@ def _reference(case: Case) -> torch.Tensor:
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in case.inputs.items()}
     with torch.no_grad():
         return case.output(model(**inputs))
-
-
-def _peak(function: Callable[[], Any], device: str) -> float:
-    """GiB allocated at most during one call."""
-    if device != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
 """Fused attention that `scaled_dot_product_attention` does not offer, with its gradients.
 
-Three operators for a graph that is still to be differentiated:
+Two operators for a graph that is still to be differentiated:
 
 - `ATTENTION_WITH_BIAS`: an additive mask that requires grad, on the CPU, where torch has no fused kernel for that.
 - `ATTENTION_WITH_SINK`: one more logit in each row's softmax, whose weight is dropped afterwards.
-- `ATTENTION_OF_HEAD_SIZES`: values whose head size is not that of queries and keys.
 
 They are operators and no Python functions, because AOTAutograd caches a graph of operators, but none that calls a
 function it does not know. Their kernels are "composite implicit": running or tracing one runs the function below, so a
@@ -23,10 +22,8 @@ from omnicomp._torch import sdpa
 from omnicomp._torch.attention import known_equal
 
 __all__ = [
-    "ATTENTION_OF_HEAD_SIZES",
     "ATTENTION_WITH_BIAS",
     "ATTENTION_WITH_SINK",
-    "attention_of_head_sizes",
     "attention_with_bias",
     "attention_with_sink",
     "bias_pays",
@@ -63,7 +60,7 @@ def bias_pays(query_shape: tuple[Any, ...], keys: Any, dtype: torch.dtype) -> bo
 def head_sizes_pay(
     query_shape: tuple[Any, ...], keys: Any, value_size: Any, dtype: torch.dtype, *, train: bool
 ) -> bool:
-    """Whether `attention_of_head_sizes` is faster on the CPU than unfused, under Inductor.
+    """Whether zeros that make two head sizes equal leave the CPU's kernel faster than unfused, under Inductor.
 
     Measured in float32: it was behind for scores below 32 MiB, and ahead from there on, save for the training of large
     heads (192 and 128), where the products with the zeros cost more than the scores' memory.
@@ -196,40 +193,6 @@ def sink_kernel(query: torch.Tensor, key: torch.Tensor, *, masked: bool, trained
     if query.dtype not in _HALF or masked or trained or (is_causal and not square) or query.shape[-1] > 256:
         return "efficient"
     return "flash"
-
-
-def attention_of_head_sizes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    scale: float,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`scaled_dot_product_attention` for values with another head size, by zeros that make the two sizes equal.
-
-    Args:
-        query: [B, H, Q, D].
-        key: [B, Hkv, K, D].
-        value: [B, Hkv, K, Dv].
-        attn_mask: as in `scaled_dot_product_attention`.
-        scale: factor of the products.
-        dropout_p: probability that a weight is dropped.
-        is_causal: as in `scaled_dot_product_attention`.
-        enable_gqa: as in `scaled_dot_product_attention`.
-
-    Returns:
-        [B, H, Q, Dv].
-    """
-    width = value.shape[-1]
-    query, key, value = _pad(query, key, value, "flash_cpu")
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return out if known_equal(out.shape[-1], width) else out[..., :width]
 
 
 class _BiasAttention(torch.autograd.Function):
@@ -456,8 +419,4 @@ ATTENTION_WITH_BIAS: Final = sdpa.define(
 ATTENTION_WITH_SINK: Final = sdpa.define(
     f'attention_with_sink({_OPERANDS}, Tensor sink, Tensor? attn_mask=None, *, {_CALL}, str kernel="") -> Tensor',
     attention_with_sink,
-)
-ATTENTION_OF_HEAD_SIZES: Final = sdpa.define(
-    f"attention_of_head_sizes({_OPERANDS}, Tensor? attn_mask=None, *, {_CALL}, float dropout_p=0.) -> Tensor",
-    attention_of_head_sizes,
 )

@@ -283,6 +283,12 @@ class _Site:
                     _ATEN.expand.default, tensor, [self._number(size) for size in (self._sizes[2], *fake.shape)]
                 )
                 positions = (Position(self._spec.query_axes), *positions)
+            small = fake.dtype.itemsize == 1 and not fake.dtype.is_floating_point and not roles >= {2, 3}
+            if positions and small and self._device.type == "cuda":
+                # A kernel's loop prefetches what is loaded four bytes at a time, and waits for each single byte.
+                made = self._once(("wide", tensor), lambda: self._call(_ATEN.to.dtype, tensor, torch.int32))
+                wide = graph.read(lift(name, lambda: made), tuple(position(at) for at in positions))
+                return graph.call(_ATEN.to.dtype, wide, fake.dtype)
             operand = lift(name, lambda: tensor)
             return graph.read(operand, tuple(position(at) for at in positions)) if positions else operand
 

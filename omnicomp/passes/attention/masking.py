@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Final
 
 import torch
 
@@ -10,9 +11,12 @@ from omnicomp.passes.attention.masks import Mask, read_mask, without_padding
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Site, Step
-from omnicomp.passes.attention.terms import Apply, Axis, Term, flat, key_of
+from omnicomp.passes.attention.structure import term_key
+from omnicomp.passes.attention.terms import Apply, Axis, Term, flat
 
 __all__ = ["Masking", "mask_key", "own_masking", "read_masking"]
+
+_ROLES: Final = ("batch", "heads", "query", "key")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +56,12 @@ class Masking:
 
 def mask_key(site: Site, form: Form) -> Hashable:
     """Equal for sites whose masks are the same function of batch, head, query and key."""
-    groups = form.groups(site)
-    names = {axis: (n, m) for n, group in enumerate(groups) for m, axis in enumerate(flat(group))}
-    sizes = tuple(tuple(str(axis.size) for axis in flat(group)) for group in groups)
+    named: dict[str, tuple[Axis, ...]] = dict(zip(_ROLES, map(flat, form.groups(site)), strict=True))
+    sizes = tuple(tuple(str(axis.size) for axis in axes) for axes in named.values())
     steps = tuple(
         (
             type(step).__name__,
-            *(key_of(v, names) if isinstance(v, Term) else v for v in vars(step).values()),
+            *(term_key(v, **named) if isinstance(v, Term) else v for v in vars(step).values()),
         )
         for step in form.mask
     )
@@ -68,7 +71,7 @@ def mask_key(site: Site, form: Form) -> Hashable:
 def read_masking(site: Site, form: Form, reader: Reader) -> Masking:
     """Read the steps of a mask."""
     groups = form.groups(site)
-    named: dict[str, tuple[Axis, ...]] = dict(zip(("batch", "heads", "query", "key"), map(flat, groups), strict=True))
+    named: dict[str, tuple[Axis, ...]] = dict(zip(_ROLES, map(flat, groups), strict=True))
     keep: list[Term] = []
     biases: list[Step] = []
     values: list[float] = []
@@ -96,7 +99,7 @@ def own_masking(site: Site, form: Form, shared: Masking, reader: Reader) -> Mask
     if not shared.assumed or own.mask is None:
         return own
     groups = map(flat, form.groups(site))
-    rest = without_padding(own.mask, **dict(zip(("batch", "heads", "query", "key"), groups, strict=True)))
+    rest = without_padding(own.mask, **dict(zip(_ROLES, groups, strict=True)))
     return dataclasses.replace(own, mask=rest, keep=rest.term, assumed=True)
 
 

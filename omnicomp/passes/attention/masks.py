@@ -7,7 +7,7 @@ guards admit, and of the data. What cannot be proved is not said: such a mask is
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from omnicomp.passes.attention.polynomial import Size, polynomial, to_sympy
 from omnicomp.passes.attention.predicates import Clause, Clauses, Literal, TooComplex, conjunction
 from omnicomp.passes.attention.structure import IndexSpace, Structure, boolean, build
 from omnicomp.passes.attention.tables import MOST_PAIRS, Band, Table
-from omnicomp.passes.attention.terms import Axis, Index, Number, Position, Term
+from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Term, leaves
 
 __all__ = ["Conjunct", "Mask", "padding_reads", "read_mask", "without_padding"]
 
@@ -196,6 +196,12 @@ class _Reading:
     def _rows_nonempty(self, conjuncts: tuple[Conjunct, ...]) -> bool:
         if not conjuncts:
             return True
+        # A query has the document of the key at its own index; only what is not a number differs from itself.
+        documents = [c for c in conjuncts if c.kind == "document" and self._compares_with_itself(c.term)]
+        if documents:
+            others = [c.clause.literals for c in conjuncts if c not in documents]
+            literals = [[literal for literal in row if not literal.data] for row in others]
+            return self._attends(self._own_index(), literals)
         clauses = [c.clause for c in conjuncts]
         literals = [[literal for literal in clause.literals if not literal.data] for clause in clauses]
         if not all(literals):
@@ -214,10 +220,30 @@ class _Reading:
 
     def _witnesses(self, literals: list[list[Literal]]) -> list[Linear]:
         """Keys that a query may attend, as functions of the query."""
-        one = Linear.of({Variable("q"): 1}, 0) if self._prover.sizes["q"] != 1 else Linear()
+        one = self._own_index()
         ends = [literal.form.constant for row in literals for literal in row if literal.relation in ("le", "eq")]
         shifts = [-end for end in ends] + ends
         return [one, Linear(), Linear(constant=self._prover.sizes["k"] - 1), *(one + by for by in shifts)]
+
+    def _compares_with_itself(self, term: Term) -> bool:
+        """Whether the two sides of an equation are one function, of the query here and of the key there."""
+        while isinstance(term, Apply) and term.op == "not":
+            term = term.args[0]
+        if not isinstance(term, Apply) or any(leaf.dtype.is_floating_point for leaf in leaves(term)):
+            return False
+        space = self._space
+        if len(space.query) > 1 or len(space.key) > 1:
+            return False  # digits of an index may have other sizes here and there
+        found: list[Hashable] = []
+        for side in term.args:
+            own = space.key if "k" in self._structure.roles(side) else space.query
+            structure = Structure(IndexSpace(batch=space.batch, heads=space.heads, query=own, key=()))
+            structure.number(side)
+            found.append(structure.signatures())
+        return found[0] == found[1]
+
+    def _own_index(self) -> Linear:
+        return Linear.of({Variable("q"): 1}, 0) if self._prover.sizes["q"] != 1 else Linear()
 
     def _attends(self, witness: Linear, literals: list[list[Literal]]) -> bool:
         prover = self._prover

@@ -13,7 +13,7 @@ from omnicomp.passes.attention.site import MatchEnded, Operand, Scale
 from omnicomp.passes.attention.terms import Apply, Number, Read, Term
 from omnicomp.passes.attention.trace import Trace, Value
 
-__all__ = ["arranged", "peel", "visible"]
+__all__ = ["peel", "visible"]
 
 _COPIES: Final = ("clone", "contiguous", "expand", "repeat")
 
@@ -141,8 +141,3 @@ def visible(term: Term, trace: Trace, reader: Reader, where: Node) -> Term | Non
         return item
 
     return visit(term)
-
-
-def arranged(at: At) -> list[Any]:
-    """The axes of all dimensions in order."""
-    return _axes(at)

@@ -6,7 +6,7 @@ Views of tensors leave no trace in a term: they only say which axes address whic
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -153,28 +153,6 @@ def flat(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """The axes with every split one resolved, and without those of one element."""
     found = (leaf for axis in axes for leaf in axis.flat())
     return tuple(axis for axis in found if not (isinstance(axis.size, int) and axis.size == 1))
-
-
-def key_of(term: Term, names: Mapping[Axis, Hashable]) -> Hashable:
-    """Equal for terms that are the same function of the axes with the same names.
-
-    Args:
-        term: reads are the same if their values are the same object, which must outlive the key.
-        names: what each axis is, for example `("keys", 0)`; axes that are absent stand for themselves.
-    """
-
-    def place(position: Position) -> Hashable:
-        return tuple(names.get(axis, id(axis)) for axis in flat(position.axes)), str(position.start)
-
-    if isinstance(term, Read):
-        return "read", id(term.value), tuple(map(place, term.at))
-    if isinstance(term, Index):
-        return "index", place(term.position), str(term.start), str(term.step), term.dtype
-    if isinstance(term, Number):
-        return "number", str(term.value), term.dtype
-    if isinstance(term, Apply):
-        return term.op, term.dtype, *(key_of(argument, names) for argument in term.args)
-    return type(term).__name__
 
 
 def leaves(term: Term) -> Iterator[Term]:

@@ -20,13 +20,10 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from omnicomp._torch import sdpa
-from omnicomp._torch.attention import fused_kernel
 from omnicomp.graphs import op_name
 from omnicomp.passes.attention.differentiable import (
-    ATTENTION_OF_HEAD_SIZES,
     ATTENTION_WITH_BIAS,
     ATTENTION_WITH_SINK,
-    attention_of_head_sizes,
     attention_with_bias,
     attention_with_sink,
     bias_pays,
@@ -294,17 +291,6 @@ def test_the_kernel_is_chosen_by_the_device() -> None:
 # -- head sizes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [SIZE // 2, SIZE, 2 * SIZE])
-@pytest.mark.parametrize("shared", [2, HEADS])
-def test_values_of_another_head_size_run_the_fused_kernel(width: int, shared: int) -> None:
-    leaves = operands(5, 7, shared=shared, width=width)
-    padded = functools.partial(attention_of_head_sizes, scale=SCALE, enable_gqa=shared != HEADS)
-    same(padded, unfused, leaves)
-    sizes = [tuple(tensor.shape) for tensor in leaves]
-    kernel = fused_kernel(lambda: padded(*(torch.empty(size) for size in sizes)))
-    assert kernel.startswith("_scaled_dot_product_flash_attention_for_cpu")
-
-
 def test_padding_pays_where_the_scores_are_large() -> None:
     assert head_sizes_pay((4, 8, 512, 16), 512, 32, torch.float32, train=True)
     assert head_sizes_pay((4, 8, 512, 192), 512, 128, torch.float32, train=False)
@@ -414,13 +400,13 @@ def call(operator: Any) -> Callable[..., torch.Tensor]:
 
 def test_the_operators_survive_a_copy_of_their_graph() -> None:
     class Model(torch.nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return ATTENTION_OF_HEAD_SIZES(q, k, v, scale=SCALE)
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+            return ATTENTION_WITH_SINK(q, k, v, sink, scale=SCALE)
 
     module = copy.deepcopy(symbolic_trace(Model()))
-    leaves = operands(width=4)
-    assert_close(functional_call(module, {}, tuple(leaves)), unfused(*leaves))
-    assert "omnicomp.attention_of_head_sizes.default" in {op_name(node) for node in module.graph.nodes}
+    leaves = (*operands(), torch.randn(HEADS, dtype=torch.float64))
+    assert_close(functional_call(module, {}, leaves), plain_with_sink(*leaves))
+    assert "omnicomp.attention_with_sink.default" in {op_name(node) for node in module.graph.nodes}
 
 
 def test_a_transform_is_seen_only_inside_of_it() -> None:

@@ -311,3 +311,24 @@ def test_a_term_that_is_not_boolean_is_refused() -> None:
     site = Site(4, 4)
     with pytest.raises(ValueError, match="boolean term"):
         read_mask(site.query, **site.axes)
+
+
+def test_every_query_is_in_the_document_of_its_own_key() -> None:
+    site = Site(8, 8)
+
+    def document(axis: Axis, dtype: torch.dtype = torch.int64, start: int = 0) -> Term:
+        at = (Position(axes=(site.b,)), Position(axes=(axis,), start=start))
+        return Read(dtype=dtype, value="d", at=at)
+
+    def nonempty(left: Term, right: Term) -> bool:
+        mask = read_mask(apply("and", site.causal, apply("eq", left, right)), **site.axes)
+        return mask.rows_nonempty
+
+    assert nonempty(document(site.q), document(site.k))
+    assert nonempty(document(site.k), document(site.q))
+    assert not nonempty(document(site.q), document(site.k, start=1)), "the next key's document"
+    assert not nonempty(document(site.q), apply("add", document(site.k), 1)), "the document after this one"
+    assert not nonempty(document(site.q, torch.float32), document(site.k, torch.float32)), "NaN is not itself"
+    later = apply("lt", site.query, site.key)
+    same = apply("eq", document(site.q), document(site.k))
+    assert not read_mask(apply("and", later, same), **site.axes).rows_nonempty, "but not that of its own key"

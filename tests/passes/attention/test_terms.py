@@ -9,9 +9,7 @@ from omnicomp.passes.attention.terms import (
     Index,
     Number,
     Position,
-    Read,
     flat,
-    key_of,
     leaves,
     rewrite,
 )
@@ -34,25 +32,6 @@ def test_axes_of_one_element_and_split_ones_resolve():
     assert flat([Axis("b", 1), inner]) == inner.parts
     assert repr(inner) == "(k<2> k<3>)"
     assert Position((inner,)).flat() == inner.parts
-
-
-def test_keys_are_equal_for_the_same_function_of_named_axes_only():
-    one, two = (Axis("q", 4), Axis("k", 4)), (Axis("q", 4), Axis("k", 4))
-    names = [dict(zip(axes, ("query", "key"), strict=True)) for axes in (one, two)]
-    assert key_of(causal(*one), names[0]) == key_of(causal(*two), names[1])
-    assert key_of(causal(*one), names[0]) != key_of(causal(*reversed(two)), names[1])
-    assert key_of(causal(*one), names[0]) != key_of(causal(*one, offset=1), names[0])
-    assert key_of(causal(*one), {}) != key_of(causal(*two), {}), "axes without a name stand for themselves"
-
-
-def test_keys_tell_tensors_and_dtypes_apart():
-    axis, held = Axis("k", 4), [object(), object()]
-    reads = [Read(dtype=FLOAT, value=value, at=(Position((axis,)),)) for value in held]
-    assert key_of(reads[0], {axis: "k"}) != key_of(reads[1], {axis: "k"})
-    shifted = Read(dtype=FLOAT, value=held[0], at=(Position((axis,), 1),))
-    assert key_of(reads[0], {axis: "k"}) != key_of(shifted, {axis: "k"})
-    casts = [Apply(dtype=dtype, op="cast", args=(reads[0],)) for dtype in (torch.half, torch.bfloat16)]
-    assert key_of(casts[0], {axis: "k"}) != key_of(casts[1], {axis: "k"})
 
 
 def test_rewriting_replaces_outermost_parts_and_shares_the_rest():
