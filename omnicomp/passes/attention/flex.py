@@ -151,7 +151,8 @@ def insert_flex(module: GraphModule, before: Node, spec: FlexSpec, shared: dict[
         lengths, blocks, contiguous, size = site.blocks()
         mask = flex.block_mask_tuple(lengths, blocks, size, mask_mod)
         options = flex.kernel_options(query, key, value, return_lse=spec.return_lse, training=spec.training)
-        options |= {"BLOCKS_ARE_CONTIGUOUS": contiguous, **flex.tile_options(query, value, site.bytes_of_elements())}
+        tile = flex.tile_options(query, value, site.bytes_of_elements(), reads=bool(score_reads or mask_reads))
+        options |= {"BLOCKS_ARE_CONTIGUOUS": contiguous, **tile}
         arguments = (spec.query, spec.key, spec.value, score_mod, mask, spec.scale, options, score_reads, mask_reads)
         with before.graph.inserting_before(before):
             node = before.graph.call_function(flex.FLEX, arguments)

@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention.flex_attention import create_block_mask
 
 from omnicomp._torch.aot import compile_graph
-from omnicomp._torch.flex import FLEX, backward_without_kernel, fast_tanh
+from omnicomp._torch.flex import FLEX, backward_without_kernel, fast_tanh, fitting_tile
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp.backend import omni
 from omnicomp.graphs import submodules
@@ -379,3 +379,19 @@ def test_what_it_can_not_take_has_a_reason(reason, sizes, dropout, monkeypatch):
 def test_a_machine_without_code_generator_has_a_reason(monkeypatch):
     monkeypatch.setattr("omnicomp._torch.flex.check_cpu_supported", lambda: False)
     assert "AVX2" in (unsupported(spec_of()) or "")
+
+
+@pytest.mark.parametrize(
+    ("room", "row", "value_row", "options"),
+    [
+        (232448, 192 * 4, 128 * 4, {"fwd_BLOCK_N": 64, "fwd_num_stages": 2}),
+        (166912, 192 * 4, 128 * 4, {"fwd_BLOCK_N": 64, "fwd_num_stages": 1}),
+        (101376, 192 * 4, 192 * 4, {"fwd_BLOCK_N": 32, "fwd_num_stages": 1}),
+        (232448, 80 * 4, 80 * 4, {}),
+        (49152, 224 * 4, 224 * 4, {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}),
+    ],
+)
+def test_a_tile_fits_the_memory_of_a_multiprocessor(room, row, value_row, options):
+    assert fitting_tile(room, row, value_row) == options
+    queries, keys = options.get("fwd_BLOCK_M", 64), options.get("fwd_BLOCK_N", 64)
+    assert queries * row + options.get("fwd_num_stages", 3) * keys * (row + value_row) <= room
