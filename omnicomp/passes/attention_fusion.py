@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from omnicomp.graphs import op_name, source_line
 from omnicomp.passes.attention.candidates import candidates
 from omnicomp.passes.attention.match import match
-from omnicomp.passes.attention.nodes import kind
+from omnicomp.passes.attention.nodes import is_pure, kind
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.replace import check_unused, replace
 from omnicomp.passes.attention.session import Session
@@ -51,6 +51,9 @@ class AttentionFusion:
                 modified = True
             except MatchEnded as end:
                 context.near_miss(self.name, "attention", softmax.node, self._reason(end))
+        if modified:
+            # Parts of masks that were hoisted for a site, and read by none in the end.
+            module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node))
         return PassResult(module, modified)
 
     def _trace(self, module: GraphModule, context: PassContext) -> Trace:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from omnicomp._torch.attention import known_equal, known_shape
 from omnicomp.graphs import evaluate, fake_value
@@ -25,13 +25,12 @@ def check_unused(site: Site) -> None:
     Raises:
         MatchEnded: the scores or the weights are returned, or used once more.
     """
-    live = _live(site.output.graph, site)
+    unneeded: set[Node] = set()
     for node in sorted(site.chain - {site.output}):
-        users = [
-            u for u in node.users if (u in live or u.op == "output") and u not in site.chain and not is_shape_only(u)
-        ]
-        if node not in live or not users:
-            continue  # what is live without a user of its own is so for the sake of a later node of the chain
+        others = (u for u in node.users if u not in site.chain and not is_shape_only(u))
+        users = [user for user in others if _is_needed(user, site, unneeded)]
+        if not users:
+            continue
         other = users[0]
         returned = other.op == "output"
         raise MatchEnded(
@@ -46,18 +45,25 @@ def check_unused(site: Site) -> None:
         )
 
 
-def _live(graph: Graph, site: Site) -> set[Node]:
-    """The nodes whose elements are needed although the site's output is not made from them any more."""
-    live: set[Node] = set()
-    stack = [n for n in graph.nodes if n not in site.chain and not is_pure(n) and n.op != "placeholder"]
+def _is_needed(start: Node, site: Site, unneeded: set[Node]) -> bool:
+    """Whether something reads the elements of a node although the site's output is not made from them any more.
+
+    Args:
+        start: the node.
+        site: the attention.
+        unneeded: nodes of which that is known not to be so; extended.
+    """
+    stack, seen = [start], set[Node]()
     while stack:
         node = stack.pop()
-        if node in live or node is site.output:
+        if node is site.output or node in unneeded or node in seen:
             continue
-        live.add(node)
-        if not is_shape_only(node):
-            stack.extend(node.all_input_nodes)
-    return live
+        seen.add(node)
+        if node not in site.chain and not is_pure(node):
+            return True
+        stack.extend(user for user in node.users if not is_shape_only(user))
+    unneeded |= seen
+    return False
 
 
 def with_layout(site: Site, fused: Node, call: Callable[..., Any]) -> Node:
@@ -136,14 +142,17 @@ def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def replace(site: Site, fused: Node, trace: Trace) -> None:
     """Let the users of the output read `fused`, and erase what only the old attention needed."""
-    graph = site.output.graph
     site.output.replace_all_uses_with(fused)
     trace.replace(site.output, fused)
     # Changes in place of what is erased go with it, and then whatever they were computed from.
-    live = _live(graph, site)
-    for node in reversed(list(graph.nodes)):
-        if node is fused or node.users or node.op in ("output", "placeholder"):
+    stack = [site.output, *sorted(site.chain)]
+    erased: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op in ("output", "placeholder"):
             continue
-        if node is site.output or (node in site.chain and node not in live) or (node not in live and is_pure(node)):
-            graph.erase_node(node)
+        if node in site.chain or node is site.output or is_pure(node):
+            stack.extend(node.all_input_nodes)
+            node.graph.erase_node(node)
             trace.forget(node)
+            erased.add(node)
