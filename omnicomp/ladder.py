@@ -6,25 +6,31 @@ The usual case comes first and costs nothing extra: a graph that goes wholly to 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch import inductor
 from omnicomp._torch.dynamo import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
+from omnicomp.costs import size_of
 from omnicomp.errors import LoweringError
 from omnicomp.localize import Budget, find_failing, first_line
 from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order
+from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.overrides.registry import apply_overrides
 from omnicomp.once import Once
 from omnicomp.partition import Piece, extract, gather_getitems, stitch
 from omnicomp.placement import Plan, Run, place
 from omnicomp.records import PartRecord
+from omnicomp.retreat import Guard, obstacle, recorded_as_cudagraph
 from omnicomp.timeline import NodePlacement, Ran, Reason, Retreat
 
 __all__ = ["build_part"]
+
+# Of what was saved for a backward, this much is held until its call has returned, so that it can be repeated.
+_HELD_BYTES: Final = 64 * 2**20
 
 
 def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Any:
@@ -66,39 +72,73 @@ class _Builder:
 
     def build(self) -> Any:
         names = [lowering.name for lowering in self._lowerings]
-        refused: tuple[NodePlacement, ...] = ()
-        if "override" in names and names.index("override") < _index(names, "inductor"):
-            refused = apply_overrides(self._module, self._context)
+        # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
+        plain = copy_module(self._module)
+        refused = self._override(names)
         plan = self._place()
         record = PartRecord(self._module, plan, refused, self._context, names)
         if not plan.runs:
             record.emit_empty()
             return boxed(self._module)
         if plan.whole:
-            # Inductor rewrites the graph that it is given: keep one to go on with, should it fail.
-            kept = copy_module(self._module)
             try:
-                return self._build_whole(record)
+                return self._build_whole(record, plain)
             except CONTROL_FLOW:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
-                self._module = kept
-                gather_getitems(kept)
+                self._module = plain
+                refused = self._override(names)
+                gather_getitems(self._module)
                 plan = self._narrow(self._place().runs[0], error)
         return self._build_pieces(plan, refused)
+
+    def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
+        if "override" in names and names.index("override") < _index(names, "inductor"):
+            return apply_overrides(self._module, self._context)
+        return ()
 
     def _place(self) -> Plan:
         return place(self._module, self._lowerings, self._context, self._cut, self._boundaries)
 
-    def _build_whole(self, record: PartRecord) -> Any:
+    def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
         start = time.perf_counter()
         before = inductor.cache_counters()
         compiled = inductor.compile_part(self._module, self._inputs, record.dumps(), **self._context.inductor_kwargs)
         record.emit(time.perf_counter() - start, inductor.artefact_path(compiled))
         record.emit_cache(before, compiled)
-        if isinstance(compiled, inductor.CompiledFxGraph):
-            inductor.call_once_before_restoring(compiled, lambda: record.emit_ran(executable(compiled)))
+        if not isinstance(compiled, inductor.CompiledFxGraph):
+            return compiled
+        guard: Guard | None = None
+        if self._context.policy.on_error != "raise":
+            written = inductor.overwritten_inputs(compiled)
+            guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written)
+            inductor.exchange_callable(compiled, lambda _: guard.boxed())
+
+        def ran() -> None:
+            if guard is None or not guard.stepped_down:
+                record.emit_ran(executable(compiled))
+
+        inductor.call_once_before_restoring(compiled, ran)
         return compiled
+
+    def _guard(
+        self, module: GraphModule, inputs: Sequence[Any], subgraph: str, call: Any, overwritten: frozenset[str]
+    ) -> Guard:
+        """What steps down from Inductor to eager if a call raises, where that is safe."""
+        context = self._context
+        recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
+        names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+        return Guard(
+            call=call,
+            inputs=names,
+            build=lambda: EagerLowering().lower(module, inputs, context),
+            overwritten=overwritten & set(names),
+            obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module),
+            context=context,
+            subgraph=subgraph,
+            lowering="inductor",
+            keep_inputs=context.part != "backward" or 0 <= size_of(inputs)[1] <= _HELD_BYTES,
+        )
 
     def _narrow(self, run: Run, error: Exception) -> Plan:
         """Learn from a failed Inductor run which nodes to cut out, and place again."""
@@ -152,7 +192,15 @@ class _Builder:
             record.emit_cudagraphs_off()
         results = [self._built[_key(run.nodes)] for run in plan.runs]
         record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
-        stages = [self._attested(record.subgraph_id(i), result) for i, (result, _) in enumerate(results)]
+        stages: list[Callable[[list[Any]], Sequence[Any]]] = []
+        for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
+            guard: Guard | None = None
+            if result.lowering == "inductor" and self._context.policy.on_error != "raise":
+                piece = extract(self._module, run.nodes)  # the first was Inductor's to change
+                subgraph = record.subgraph_id(index)
+                guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, result.overwritten)
+                result = dataclasses.replace(result, call=guard.boxed())
+            stages.append(self._attested(record.subgraph_id(index), result, guard))
         return stitch(self._module, pieces, stages)
 
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
@@ -181,11 +229,13 @@ class _Builder:
     def _lowering(self, name: str) -> Lowering:
         return next(lowering for lowering in self._lowerings if lowering.name == name)
 
-    def _attested(self, subgraph: str, result: Executable) -> Callable[[list[Any]], Sequence[Any]]:
+    def _attested(self, subgraph: str, result: Executable, guard: Guard | None) -> Callable[[list[Any]], Sequence[Any]]:
         """A callable that records, on its first call, what ran."""
         context = self._context
 
         def record() -> None:
+            if guard is not None and guard.stepped_down:
+                return
             evidence, kernels = result.attest()
             context.timeline.append(
                 Ran(

@@ -19,7 +19,7 @@ __all__ = ["DTYPE_POLICIES", "LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "par
 DTYPE_POLICIES: Final = ("keep", "bf16", "fp16")
 LOWERINGS: Final = ("override", "inductor", "eager")
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-ON_ERROR: Final = ("retreat", "raise")
+ON_ERROR: Final = ("retreat", "raise", "retry")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class Policy:
         lowerings: the lowerings to ask, in order; `eager` is asked last in any case.
         disable_passes: names of passes to skip.
         disable_overrides: names of overrides to skip.
-        on_error: `retreat` to the next lowering when one fails to build, or `raise`.
+        on_error: `retreat` to the next lowering when one fails to build or raises in a call; `retry` a failed call once
+            before that; or `raise`.
         max_builds: how many builds may be spent on finding the nodes that make a lowering fail.
         speculate: whether a variant may be compiled for inputs that can't be proved, only checked at each call, such as
             a padding mask that is full.

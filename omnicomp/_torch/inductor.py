@@ -41,6 +41,7 @@ __all__ = [
     "config_keys",
     "config_patches",
     "disable_cudagraphs",
+    "exchange_callable",
     "external_kernels",
     "failing_node",
     "fallback_random",
@@ -48,9 +49,11 @@ __all__ = [
     "freezing_requested",
     "has_inductor",
     "is_missing_tool",
+    "live_inputs",
     "modes",
     "no_cudagraphs",
     "on_artefact_loaded",
+    "overwritten_inputs",
     "part_name",
     "reset_cudagraphs",
     "subgraph_context",
@@ -219,6 +222,41 @@ def call_once_before_restoring(compiled: CompiledFxGraph, record: Callable[[], N
         return outputs
 
     compiled.current_callable = first_call
+
+
+def exchange_callable(compiled: CompiledFxGraph, exchange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put what `exchange` makes of a compiled graph's callable in its place."""
+    if compiled.current_callable is None:
+        raise ValueError("the compiled graph has no callable yet; call this after post_compile")
+    compiled.current_callable = exchange(compiled.current_callable)
+
+
+_REUSE: Final = re.compile(r"= (\w+); del \1\b.*# reuse")
+
+
+def overwritten_inputs(compiled: Any) -> frozenset[str]:
+    """Names of what generated code may write to when it is through with it, inputs of a backward among them."""
+    return frozenset(_REUSE.findall(getattr(compiled, "source_code", None) or ""))
+
+
+def live_inputs(error: BaseException, names: Sequence[str]) -> dict[str, Any]:
+    """The inputs of the generated code that raised, as far as it had not freed them.
+
+    Generated code unpacks its list of inputs into variables of these names, empties the list, and deletes each variable
+    after its last use.
+
+    Args:
+        error: what was raised.
+        names: of the inputs.
+    """
+    found: dict[str, Any] = {}
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_name in ("call", "forward"):
+            local = frame.tb_frame.f_locals
+            found = {name: local[name] for name in names if local.get(name) is not None} or found
+        frame = frame.tb_next
+    return found
 
 
 def cache_counters() -> dict[str, int]:

@@ -60,6 +60,7 @@ class Executable:
         artefact: what was built, for example the path of a generated module; empty if there is none.
         attest: returns the evidence of what `call` executes, and the external kernels that it calls.
         workspace_bytes: memory that it keeps between calls.
+        overwritten: names of inputs that a call may write to once it is through with them.
     """
 
     lowering: str
@@ -67,6 +68,7 @@ class Executable:
     artefact: str = ""
     attest: Callable[[], tuple[str, dict[str, int]]] = lambda: ("", {})
     workspace_bytes: int = 0
+    overwritten: frozenset[str] = frozenset()
 
 
 @runtime_checkable

@@ -57,4 +57,5 @@ def executable(compiled: Any) -> Executable:
         evidence = f"{path} (key {key})" if key else path or "a graph without operators"
         return evidence, inductor.external_kernels(compiled)
 
-    return Executable(lowering="inductor", call=compiled, artefact=path, attest=attest)
+    written = inductor.overwritten_inputs(compiled)
+    return Executable(lowering="inductor", call=compiled, artefact=path, attest=attest, overwritten=written)

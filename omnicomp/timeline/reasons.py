@@ -19,6 +19,9 @@ CODES: Final[dict[str, str]] = {
     "build_failed": "the lowering raised while it built the subgraph",
     "cut_out": "the node was cut out because building it failed",
     "capture_failed": "autograd or a pre-autograd pass of the compiler raised on the whole graph",
+    # calling
+    "call_failed": "the executable raised in a call",
+    "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
     # passes
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",
     "not_profitable": "the rewrite is right, but would not be faster on this device",

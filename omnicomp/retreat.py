@@ -1,0 +1,209 @@
+"""Retreat at run time: an executable that raises in a call is replaced, for that call and later ones, if that is safe.
+
+A call may be repeated only if the failed one left nothing behind: it must not have written to an input, not have taken
+part in a collective, and not have drawn random numbers. What the graph does of that is known before the first call.
+Inputs that generated code has freed already are gone, too; what it still holds is read from the frames of the error.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch.inductor import live_inputs
+from omnicomp.graphs import op_name, source_line
+from omnicomp.localize import first_line
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.timeline import Attempt, Ran, Reason, Retreat
+
+__all__ = ["Boxed", "Guard", "obstacle", "recorded_as_cudagraph"]
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+_COLLECTIVES: Final = ("_c10d_functional.", "c10d.", "c10d_functional.", "_dtensor.", "symm_mem.")
+_RANDOM: Final = ("prims.inductor_seed", "prims.inductor_random", "prims.inductor_randint", "rngprims.")
+# A CUDA context is of no use after these.
+_DEVICE_LOST: Final = (
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "unspecified launch failure",
+)
+
+
+def obstacle(module: GraphModule) -> Reason | None:
+    """Why a failed call of a post-autograd graph could not be repeated; None if it could."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sentence = _effect(node)
+        if sentence:
+            return Reason(
+                code="not_repeatable",
+                by="execution",
+                sentence=f"a failed call can't be repeated, as the graph {sentence}",
+                node=f"{node.name} ({op_name(node)})",
+                source=source_line(node),
+                lever="run the part eager from the start with options={'lowerings': ['eager']}",
+            )
+    return None
+
+
+def recorded_as_cudagraph(part: str) -> Reason:
+    """Why a part that is replayed as a CUDA graph is not run another way after it raised."""
+    return Reason(
+        code="not_repeatable",
+        by="execution",
+        sentence=f"{part} is recorded as a CUDA graph, which owns the memory of its results",
+        lever="compile without mode='reduce-overhead'",
+    )
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _effect(node: Node) -> str:
+    name = op_name(node)
+    if name.startswith(_COLLECTIVES):
+        return "takes part in a collective"
+    if name.startswith(_RANDOM) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return "draws random numbers"
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        return "writes to a tensor in place"
+    return ""
+
+
+@dataclasses.dataclass(eq=False)
+class Guard:
+    """A boxed callable that steps down to another one when a call raises.
+
+    Attributes:
+        call: what is called now.
+        inputs: names of the inputs, as generated code calls them.
+        build: builds the next level; called at most once.
+        overwritten: which of them the code may write to after their last use.
+        obstacle: why a failed call can't be repeated, if it can't.
+        context: where the executable belongs.
+        subgraph: its id.
+        lowering: its lowering.
+        keep_inputs: whether to hold the inputs during a call. Whoever calls a forward graph holds them anyway; a
+            backward frees what was saved for it while it runs, and should go on doing so where that is much.
+    """
+
+    call: Boxed
+    inputs: Sequence[str]
+    build: Callable[[], Executable]
+    context: LoweringContext
+    subgraph: str
+    lowering: str
+    overwritten: frozenset[str] = frozenset()
+    obstacle: Reason | None = None
+    keep_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: Executable | None = None
+        self.stepped_down = False
+
+    def boxed(self) -> Boxed:
+        """The callable: one more Python frame, and no work unless a call raises."""
+        if self.keep_inputs and self.obstacle is None:
+
+            def guarded(inputs: list[Any]) -> Sequence[Any]:
+                kept = tuple(inputs)
+                try:
+                    return self.call(inputs)
+                except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, or is raised
+                    return self._step_down(error, kept)
+        else:
+
+            def guarded(inputs: list[Any]) -> Sequence[Any]:
+                try:
+                    return self.call(inputs)
+                except Exception as error:  # noqa: BLE001 - as above
+                    return self._step_down(error, inputs)
+
+        guarded._boxed_call = True  # type: ignore[attr-defined]
+        return guarded
+
+    def _step_down(self, error: Exception, inputs: Sequence[Any]) -> Sequence[Any]:
+        if isinstance(error, torch.AcceleratorError) or any(sign in str(error) for sign in _DEVICE_LOST):
+            raise error
+        values = None if self.obstacle else self._intact(error, inputs)
+        if values is None:
+            sentence = str(self.obstacle or "some of its inputs were freed or overwritten in the call")
+            _add_note(error, f"omnicomp: {self.subgraph} on {self.lowering} raised; nothing else was tried: {sentence}")
+            raise error
+        if self.context.policy.on_error == "retry" or isinstance(error, torch.OutOfMemoryError):
+            try:
+                return self._retry(error, list(values))
+            except Exception as second:  # noqa: BLE001 - the next level is asked
+                second.__cause__ = error
+                error = second
+        built = self._build()
+        try:
+            outputs = built.call(list(values))
+        except Exception as second:
+            # The next level raises as well: that is the program's own error, and the executable is kept.
+            raise second from error
+        with self._lock:
+            first, self.call, self.stepped_down = not self.stepped_down, built.call, True
+        if first:
+            self._record(error, built)
+        return outputs
+
+    def _intact(self, error: Exception, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """The inputs as they were before the call, or None."""
+        live = live_inputs(error, self.inputs)
+        if not inputs:
+            return [live[name] for name in self.inputs] if len(live) == len(self.inputs) else None
+        # Without any variable the code had not begun.
+        return inputs if not live or all(name in live for name in self.overwritten) else None
+
+    def _retry(self, error: Exception, inputs: list[Any]) -> Sequence[Any]:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        outputs = self.call(inputs)
+        self.context.timeline.append(
+            Retreat(
+                graph=self.context.graph_id,
+                part=self.context.part,
+                subgraph=self.subgraph,
+                source_lowering=self.lowering,
+                target_lowering=self.lowering,
+                reason=self._reason(error, "a call raised, and did not when it was repeated"),
+            )
+        )
+        return outputs
+
+    def _build(self) -> Executable:
+        with self._lock:
+            if self._next is None:
+                self._next = self.build()
+            return self._next
+
+    def _record(self, error: Exception, built: Executable) -> None:
+        context = self.context
+        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
+        reason = self._reason(error, "a call raised")
+        append = context.timeline.append
+        append(Retreat(**where, source_lowering=self.lowering, target_lowering=built.lowering, reason=reason))
+        append(Attempt(**where, lowering=self.lowering, ok=False, reason=reason))
+        append(Attempt(**where, lowering=built.lowering, ok=True, selected=True))
+        evidence, kernels = built.attest()
+        append(Ran(**where, lowering=built.lowering, evidence=evidence, kernels=kernels))
+
+    def _reason(self, error: Exception, sentence: str) -> Reason:
+        return Reason(
+            code="call_failed",
+            by=self.lowering,
+            sentence=f"{sentence}: {first_line(error)}",
+            observed=type(error).__name__,
+            lever="report the error, or leave the operator out with options={'lowerings': {...}}",
+        )
