@@ -16,7 +16,7 @@ from omnicomp._torch.fx import boxed, copy_module
 from omnicomp.costs import size_of
 from omnicomp.errors import LoweringError
 from omnicomp.localize import Budget, find_failing, first_line
-from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order
+from omnicomp.lowerings import LOWERINGS, Executable, Lowering, LoweringContext, in_order
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.overrides.registry import apply_overrides
@@ -227,7 +227,7 @@ class _Builder:
         self._built[_key(nodes)] = (result, time.perf_counter() - start)
 
     def _lowering(self, name: str) -> Lowering:
-        return next(lowering for lowering in self._lowerings if lowering.name == name)
+        return LOWERINGS[name]
 
     def _attested(self, subgraph: str, result: Executable, guard: Guard | None) -> Callable[[list[Any]], Sequence[Any]]:
         """A callable that records, on its first call, what ran."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 from omnicomp._torch import inductor
 from omnicomp.devices import get_device
 from omnicomp.errors import DeviceError, OptionError
+from omnicomp.rules import Rule, parse_environment, parse_rules
 
 __all__ = ["DTYPE_POLICIES", "LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "parse"]
 
@@ -29,6 +30,8 @@ class Policy:
     Attributes:
         dtype_policy: `keep`, or the dtype in which linear, matmul, convolution and attention run: `bf16`, `fp16`.
         lowerings: the lowerings to ask, in order; `eager` is asked last in any case.
+        rules: other orders for some operators, modules, nodes or subgraphs; of the option `lowerings` where that is a
+            mapping, and of the environment variable `OMNICOMP_PLACE`.
         disable_passes: names of passes to skip.
         disable_overrides: names of overrides to skip.
         on_error: `retreat` to the next lowering when one fails to build or raises in a call; `retry` a failed call once
@@ -46,6 +49,7 @@ class Policy:
 
     dtype_policy: str = "keep"
     lowerings: tuple[str, ...] = LOWERINGS
+    rules: tuple[Rule, ...] = ()
     disable_passes: tuple[str, ...] = ()
     disable_overrides: tuple[str, ...] = ()
     on_error: str = "retreat"
@@ -65,7 +69,7 @@ class Policy:
         return {name: getattr(self, name) for name in fields if name not in ignored}
 
 
-OWN_OPTIONS: Final = tuple(f.name for f in dataclasses.fields(Policy) if f.name not in ("mode", "inductor"))
+OWN_OPTIONS: Final = tuple(f.name for f in dataclasses.fields(Policy) if f.name not in ("mode", "inductor", "rules"))
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
@@ -92,6 +96,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
         else:
             known = (*OWN_OPTIONS, *inductor.config_keys())
             raise OptionError(f"unknown option {key!r}{_did_you_mean(name, known)}")
+    own["lowerings"], own["rules"] = _placement(own.get("lowerings", LOWERINGS))
     own.setdefault("verify", os.environ.get("OMNICOMP_VERIFY", "") not in ("", "0"))
     try:
         patches = inductor.config_patches(mode, passed_on)
@@ -134,6 +139,30 @@ def _names(known: tuple[str, ...] | None) -> Any:
     return check
 
 
+def _lowerings(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return _names(LOWERINGS)(name, value)
+    try:
+        parse_rules(value, LOWERINGS)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise OptionError(f"{name}: {error}") from None
+    return value
+
+
+def _placement(value: Any) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
+    """The default order, and the rules of the option and of the environment."""
+    rules = parse_rules(value, LOWERINGS) if isinstance(value, Mapping) else ()  # type: ignore[arg-type]
+    default = LOWERINGS if isinstance(value, Mapping) else value
+    try:
+        rules += parse_environment(os.environ.get("OMNICOMP_PLACE", ""), LOWERINGS)
+    except ValueError as error:
+        raise OptionError(f"OMNICOMP_PLACE: {error}") from None
+    for index in reversed(range(len(rules))):
+        if rules[index].selector == "*":  # a new default; what came before it does not count any more
+            return rules[index].lowerings, rules[index + 1 :]
+    return default, rules
+
+
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"{name} takes True or False, not {value!r}")
@@ -163,7 +192,7 @@ def _device(name: str, value: Any) -> str:
 
 _CHECKS: Final[dict[str, Any]] = {
     "dtype_policy": _choice(DTYPE_POLICIES),
-    "lowerings": _names(LOWERINGS),
+    "lowerings": _lowerings,
     "disable_passes": _names(None),
     "disable_overrides": _names(None),
     "on_error": _choice(ON_ERROR),

@@ -14,8 +14,10 @@ from torch.fx import GraphModule, Node
 
 from omnicomp.errors import LoweringError
 from omnicomp.graphs import module_path, op_name, source_line
+from omnicomp.lowerings import in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
 from omnicomp.lowerings.override import override_of
+from omnicomp.rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
 
 __all__ = ["Plan", "Run", "place"]
@@ -68,6 +70,15 @@ def place(
     Raises:
         LoweringError: no lowering takes a node; the message has the reason of each.
     """
+    rules, graph, part = context.policy.rules, context.graph_id, context.part
+    subgraphs = named_subgraphs(rules, graph, part)
+    forced: dict[Node, Rule] = {}
+    if subgraphs:
+        # They are numbered as they would be without these rules.
+        others = tuple(rule for rule in rules if rule not in subgraphs.values())
+        usual = dataclasses.replace(context, policy=dataclasses.replace(context.policy, rules=others))
+        runs = place(module, lowerings, usual, cut, boundaries).runs
+        forced = {node: subgraphs[index] for index, run in enumerate(runs) if index in subgraphs for node in run.nodes}
     placed: dict[Node, str] = {}
     declined: list[NodePlacement] = []
     for node in module.graph.nodes:
@@ -77,7 +88,8 @@ def place(
         if isinstance(producer, Node) and producer in placed:
             placed[node] = placed[producer]
             continue
-        placed[node], chain = _choose(node, lowerings, context, cut)
+        rule = forced.get(node) or (last_match(rules, node, graph, part) if rules else None)
+        placed[node], chain = _choose(node, lowerings, context, cut, rule)
         if chain:
             declined.append(
                 NodePlacement(
@@ -94,10 +106,19 @@ def place(
 
 
 def _choose(
-    node: Node, lowerings: Sequence[Lowering], context: LoweringContext, cut: Mapping[str, Reason]
+    node: Node,
+    lowerings: Sequence[Lowering],
+    context: LoweringContext,
+    cut: Mapping[str, Reason],
+    rule: Rule | None = None,
 ) -> tuple[str, tuple[Reason, ...]]:
     """The first lowering that takes the node, and the reasons of those asked before it."""
     chain: list[Reason] = []
+    if rule is not None:
+        ruled = in_order(rule.lowerings, context.device.lowerings)
+        others = [each for each in lowerings if each not in ruled and each.supports(node, context) is None]
+        chain.extend(_ruled_out(rule, lowering, node) for lowering in others)
+        lowerings = ruled
     names = [lowering.name for lowering in lowerings]
     for lowering in lowerings:
         if lowering.name == "inductor" and node.name in cut:
@@ -114,6 +135,16 @@ def _choose(
         return lowering.name, tuple(chain)
     reasons = "; ".join(str(reason) for reason in chain) or "no lowering is left"
     raise LoweringError(f"no lowering of {names} takes {node.name} ({op_name(node)}) at {source_line(node)}: {reasons}")
+
+
+def _ruled_out(rule: Rule, lowering: Lowering, node: Node) -> Reason:
+    return Reason(
+        code="lowering_excluded",
+        by=lowering.name,
+        sentence=f"a rule places {rule.selector} on {', '.join(rule.lowerings)}",
+        node=f"{node.name} ({op_name(node)})",
+        lever="take it out of options={'lowerings': {...}} or of OMNICOMP_PLACE",
+    )
 
 
 def _runs(placed: Mapping[Node, str], boundaries: frozenset[str]) -> tuple[Run, ...]:
