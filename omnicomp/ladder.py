@@ -19,13 +19,14 @@ from omnicomp.localize import Budget, find_failing, first_line
 from omnicomp.lowerings import LOWERINGS, Executable, Lowering, LoweringContext, in_order
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
-from omnicomp.lowerings.overrides.registry import apply_overrides
+from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.once import Once
 from omnicomp.partition import Piece, extract, gather_getitems, stitch
 from omnicomp.placement import Plan, Run, place
 from omnicomp.records import PartRecord
 from omnicomp.retreat import Guard, obstacle, recorded_as_cudagraph
 from omnicomp.timeline import NodePlacement, Ran, Reason, Retreat
+from omnicomp.verify import Verifier
 
 __all__ = ["build_part"]
 
@@ -114,12 +115,24 @@ class _Builder:
             guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written)
             inductor.exchange_callable(compiled, lambda _: guard.boxed())
 
+        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0))
+        if verifier is not None:
+            inductor.exchange_callable(compiled, verifier.around)
+
         def ran() -> None:
-            if guard is None or not guard.stepped_down:
-                record.emit_ran(executable(compiled))
+            if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
+                record.emit_ran(_with_verdict(executable(compiled), verifier))
 
         inductor.call_once_before_restoring(compiled, ran)
         return compiled
+
+    def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str) -> Verifier | None:
+        """What compares an Inductor executable with eager, if that is asked for."""
+        context = self._context
+        recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
+        if context.policy.verify == "off" or recorded:
+            return None
+        return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering="inductor")
 
     def _guard(
         self, module: GraphModule, inputs: Sequence[Any], subgraph: str, call: Any, overwritten: frozenset[str]
@@ -195,12 +208,17 @@ class _Builder:
         stages: list[Callable[[list[Any]], Sequence[Any]]] = []
         for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
             guard: Guard | None = None
-            if result.lowering == "inductor" and self._context.policy.on_error != "raise":
+            verifier: Verifier | None = None
+            if result.lowering == "inductor":
                 piece = extract(self._module, run.nodes)  # the first was Inductor's to change
                 subgraph = record.subgraph_id(index)
-                guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, result.overwritten)
-                result = dataclasses.replace(result, call=guard.boxed())
-            stages.append(self._attested(record.subgraph_id(index), result, guard))
+                if self._context.policy.on_error != "raise":
+                    guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, result.overwritten)
+                    result = dataclasses.replace(result, call=guard.boxed())
+                verifier = self._verifier(piece.module, piece.fake_inputs, subgraph)
+                if verifier is not None:
+                    result = dataclasses.replace(result, call=verifier.around(result.call))
+            stages.append(self._attested(record.subgraph_id(index), result, guard, verifier))
         return stitch(self._module, pieces, stages)
 
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
@@ -229,14 +247,16 @@ class _Builder:
     def _lowering(self, name: str) -> Lowering:
         return LOWERINGS[name]
 
-    def _attested(self, subgraph: str, result: Executable, guard: Guard | None) -> Callable[[list[Any]], Sequence[Any]]:
+    def _attested(
+        self, subgraph: str, result: Executable, guard: Guard | None, verifier: Verifier | None
+    ) -> Callable[[list[Any]], Sequence[Any]]:
         """A callable that records, on its first call, what ran."""
         context = self._context
 
         def record() -> None:
-            if guard is not None and guard.stepped_down:
+            if (guard is not None and guard.stepped_down) or (verifier is not None and verifier.failed):
                 return
-            evidence, kernels = result.attest()
+            evidence, kernels = _with_verdict(result, verifier).attest()
             context.timeline.append(
                 Ran(
                     graph=context.graph_id,
@@ -258,6 +278,18 @@ class _Builder:
 
         stage = _Stage(first_call)
         return lambda inputs: stage.call(inputs)
+
+
+def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
+    """The executable with what its verification found in its evidence."""
+    if verifier is None:
+        return result
+
+    def attest() -> tuple[str, dict[str, int]]:
+        evidence, kernels = result.attest()
+        return f"{evidence}; {verifier.verdict}", kernels
+
+    return dataclasses.replace(result, attest=attest)
 
 
 def _key(nodes: Sequence[Node]) -> tuple[str, ...]:

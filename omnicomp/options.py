@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from omnicomp._torch import inductor
 from omnicomp.devices import get_device
-from omnicomp.errors import DeviceError, OptionError
+from omnicomp.errors import DeviceError, OptionError, OverrideError
 from omnicomp.rules import Rule, parse_environment, parse_rules
 
 __all__ = ["DTYPE_POLICIES", "LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "parse"]
@@ -21,6 +21,8 @@ DTYPE_POLICIES: Final = ("keep", "bf16", "fp16")
 LOWERINGS: Final = ("override", "inductor", "eager")
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ON_ERROR: Final = ("retreat", "raise", "retry")
+VERIFY: Final = ("off", "first", "always")
+REFERENCES: Final = ("fp32", "fp64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Policy:
             mapping, and of the environment variable `OMNICOMP_PLACE`.
         disable_passes: names of passes to skip.
         disable_overrides: names of overrides to skip.
+        overrides: names of the only overrides to use; None for all that are registered.
         on_error: `retreat` to the next lowering when one fails to build or raises in a call; `retry` a failed call once
             before that; or `raise`.
         max_builds: how many builds may be spent on finding the nodes that make a lowering fail.
@@ -42,7 +45,10 @@ class Policy:
         device: `auto`, or the device type to choose passes and lowerings for.
         timeline: path of a JSON Lines file to write, with `%p` and `%r`; None for the environment's.
         summary: whether to log one line for each compiled graph of which a part fell back.
-        verify: whether each pass' result is checked by running the graph on fake tensors.
+        check_passes: whether each pass' result is checked by running the graph on fake tensors.
+        verify: whether what subgraphs compute is compared with eager in a higher precision on real inputs: `off`, in
+            the `first` call of each, or `always`.
+        reference: the precision of that, `fp32` or `fp64`.
         mode: torch.compile's mode.
         inductor: Inductor's config patches, those of the mode included.
     """
@@ -52,19 +58,23 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     disable_passes: tuple[str, ...] = ()
     disable_overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] | None = None
     on_error: str = "retreat"
     max_builds: int = 24
     speculate: bool = True
     device: str = "auto"
     timeline: str | None = None
     summary: bool = True
-    verify: bool = False
+    check_passes: bool = False
+    verify: str = "off"
+    reference: str = "fp64"
     mode: str = "default"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
-        ignored = {"timeline", "summary", "verify", "inductor", "mode", "max_builds", "on_error", "speculate"}
+        ignored = {"timeline", "summary", "check_passes", "verify", "reference", "inductor", "mode", "max_builds"}
+        ignored |= {"on_error", "speculate"}
         fields = (f.name for f in dataclasses.fields(self))
         return {name: getattr(self, name) for name in fields if name not in ignored}
 
@@ -97,7 +107,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
             known = (*OWN_OPTIONS, *inductor.config_keys())
             raise OptionError(f"unknown option {key!r}{_did_you_mean(name, known)}")
     own["lowerings"], own["rules"] = _placement(own.get("lowerings", LOWERINGS))
-    own.setdefault("verify", os.environ.get("OMNICOMP_VERIFY", "") not in ("", "0"))
+    own.setdefault("check_passes", os.environ.get("OMNICOMP_CHECK_PASSES", "") not in ("", "0"))
+    own.setdefault("verify", _environment("OMNICOMP_VERIFY", VERIFY, "off"))
     try:
         patches = inductor.config_patches(mode, passed_on)
     except RuntimeError as error:
@@ -113,6 +124,13 @@ def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
     shown = known if len(known) <= 12 else OWN_OPTIONS
     more = "" if shown is known else ", and Inductor's config keys"
     return f"; known ones are {', '.join(shown)}{more}"
+
+
+def _environment(variable: str, known: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(variable) or default
+    if value not in known:
+        raise OptionError(f"{variable} can't be {value!r}; known ones are {', '.join(known)}")
+    return value
 
 
 def _choice(known: tuple[str, ...]) -> Any:
@@ -163,6 +181,18 @@ def _placement(value: Any) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
     return default, rules
 
 
+def _overrides(name: str, value: Any) -> tuple[str, ...]:
+    """Names of overrides, from names, decorated functions and import paths of modules that declare some."""
+    from omnicomp.lowerings.overrides.registry import select  # it needs the policy's types
+
+    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+        raise OptionError(f"{name} takes a list of overrides, not {value!r}")
+    try:
+        return select(tuple(value))
+    except OverrideError as error:
+        raise OptionError(f"{name}: {error}") from error
+
+
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"{name} takes True or False, not {value!r}")
@@ -195,11 +225,14 @@ _CHECKS: Final[dict[str, Any]] = {
     "lowerings": _lowerings,
     "disable_passes": _names(None),
     "disable_overrides": _names(None),
+    "overrides": _overrides,
     "on_error": _choice(ON_ERROR),
     "max_builds": _positive,
     "speculate": _boolean,
     "device": _device,
     "timeline": _path,
     "summary": _boolean,
-    "verify": _boolean,
+    "check_passes": _boolean,
+    "verify": _choice(VERIFY),
+    "reference": _choice(REFERENCES),
 }

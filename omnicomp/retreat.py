@@ -19,12 +19,13 @@ from omnicomp.localize import first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
 
-__all__ = ["Boxed", "Guard", "obstacle", "recorded_as_cudagraph"]
+__all__ = ["Boxed", "Guard", "draws_random_numbers", "obstacle", "recorded_as_cudagraph"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 _COLLECTIVES: Final = ("_c10d_functional.", "c10d.", "c10d_functional.", "_dtensor.", "symm_mem.")
 _RANDOM: Final = ("prims.inductor_seed", "prims.inductor_random", "prims.inductor_randint", "rngprims.")
+_DRAWS: Final = "draws random numbers"
 # A CUDA context is of no use after these.
 _DEVICE_LOST: Final = (
     "illegal memory access",
@@ -62,6 +63,12 @@ def recorded_as_cudagraph(part: str) -> Reason:
     )
 
 
+def draws_random_numbers(module: GraphModule) -> Node | None:
+    """The first node of a graph that draws random numbers, so that another lowering would compute something else."""
+    nodes = (node for node in module.graph.nodes if node.op == "call_function")
+    return next((node for node in nodes if _effect(node) == _DRAWS), None)
+
+
 def _add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,7 +79,7 @@ def _effect(node: Node) -> str:
     if name.startswith(_COLLECTIVES):
         return "takes part in a collective"
     if name.startswith(_RANDOM) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return "draws random numbers"
+        return _DRAWS
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         return "writes to a tensor in place"

@@ -10,6 +10,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
+import torch._functorch.config
 import torch._guards
 import torch._inductor.config
 import torch.compiler.config
@@ -24,6 +25,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import BoxedBool
 
+from omnicomp._torch.writes import separate_outputs
 from omnicomp.once import Once
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "LoweringException",
     "artefact_key",
     "artefact_path",
+    "autograd_cache",
     "cache_counters",
     "cache_dir",
     "cache_tag",
@@ -107,6 +110,11 @@ def cache_tag(digest: str) -> Generator[None]:
         yield
 
 
+def autograd_cache(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Inside, AOTAutograd's cache is as configured, or off."""
+    return contextlib.nullcontext() if enabled else torch._functorch.config.patch(enable_autograd_cache=False)
+
+
 def reset_cudagraphs() -> None:
     """Forget recorded CUDA graphs, as `torch.compiler.reset` does for Inductor."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
@@ -132,6 +140,7 @@ def compile_part(module: torch.fx.GraphModule, inputs: Sequence[Any], record: st
     Raises:
         InductorError: the graph can't be lowered or its code not compiled.
     """
+    separate_outputs(module.graph)
     with _observer_paused():
         return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record}, **kwargs)
 

@@ -147,7 +147,7 @@ def run_pipeline(passes: Sequence[Pass], module: GraphModule, context: PassConte
 
     Raises:
         PassError: a pass reported `modified` wrongly, or left a graph that does not lint or (with the option
-            `verify`) does not run on fake tensors with the shapes and dtypes that it had.
+            `check_passes`) does not run on fake tensors with the shapes and dtypes that it had.
     """
     context.root = module
     changed = False
@@ -202,7 +202,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext) -> boo
         except (RuntimeError, ValueError) as error:
             raise PassError(f"the pass {item.name!r} left a broken graph: {error}") from error
         region.recompile()
-        if context.policy.verify:
+        if context.policy.check_passes:
             _verify(item, region, outputs)
     return really
 

@@ -22,6 +22,7 @@ CODES: Final[dict[str, str]] = {
     # calling
     "call_failed": "the executable raised in a call",
     "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
+    "verification_failed": "a result was farther from a higher precision than eager's own",
     # passes
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",
     "not_profitable": "the rewrite is right, but would not be faster on this device",

@@ -88,11 +88,11 @@ import torch
 x = torch.ones(2)
 torch.compile(lambda x: x.sin())(x)
 torch.compile(lambda x: x.cos(), mode="reduce-overhead")(x)
-torch.compile(lambda x: x.tan(), options={"max_autotune": True, "verify": False})(x)
+torch.compile(lambda x: x.tan(), options={"max_autotune": True, "check_passes": False})(x)
 """
     )
-    code, _, err = omnicomp("run", "--option", "verify=true", "--option", "lowerings=inductor,eager", path)
-    own = {"verify": True, "lowerings": ["inductor", "eager"]}
+    code, _, err = omnicomp("run", "--option", "check_passes=true", "--option", "lowerings=inductor,eager", path)
+    own = {"check_passes": True, "lowerings": ["inductor", "eager"]}
     assert (code, err[:4]) == (0, "omni")
     assert calls == [
         {"options": own},
@@ -107,7 +107,7 @@ def test_mode_of_the_command_line(omnicomp: Command, script: Script, calls: Call
 
 
 def test_mode_and_options_together_are_still_refused_in_a_call(omnicomp: Command, script: Script, calls: Calls) -> None:
-    path = script('import torch\ntorch.compile(abs, mode="default", options={"verify": True})')
+    path = script('import torch\ntorch.compile(abs, mode="default", options={"check_passes": True})')
     code, _, err = omnicomp("run", path)
     assert code == 1
     assert "Either mode or options can be specified" in err
@@ -223,8 +223,8 @@ def test_a_module(omnicomp: Command, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["nope.py"], "there is no script nope.py"),
         (["-m", "no_such_module"], "there is no module no_such_module"),
         ([], "run needs a script"),
-        (["--option", "verify", "s.py"], "--option takes key=value"),
-        (["--option", "verfy=true", "s.py"], 'did you mean "verify"'),
+        (["--option", "check_passes", "s.py"], "--option takes key=value"),
+        (["--option", "check_pases=true", "s.py"], 'did you mean "check_passes"'),
         (["--mode", "max-autotun", "s.py"], 'did you mean "max-autotune"'),
         (["--audit", "a.pdf", "s.py"], "no known extension"),
         (["--audit", "s.py/a.html", "s.py"], "can't be written"),

@@ -101,7 +101,7 @@ def test_verify_finds_a_changed_output() -> None:
 
     run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context())
     with pytest.raises(PassError, match=r"output 0 from \(2,\) torch.float32 on cpu to \(2,\) torch.float64"):
-        run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context(verify=True))
+        run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context(check_passes=True))
 
 
 def test_verify_runs_the_graph_and_does_not_believe_its_metadata() -> None:
@@ -111,7 +111,7 @@ def test_verify_runs_the_graph_and_does_not_believe_its_metadata() -> None:
             return PassResult(module, True)
 
     with pytest.raises(PassError, match=r"output 0 from \(2,\) .* to \(\) "):
-        run_pipeline((SumInDisguise(),), captured(lambda x: x.sin(), torch.ones(2)), context(verify=True))
+        run_pipeline((SumInDisguise(),), captured(lambda x: x.sin(), torch.ones(2)), context(check_passes=True))
 
 
 def test_submodules_of_higher_order_operators_are_rewritten_too() -> None:

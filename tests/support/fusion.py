@@ -21,7 +21,7 @@ class Backend:
     """Runs the pass on Dynamo's graph, and then the graph in eager or, for gradients, through AOTAutograd."""
 
     def __init__(self, *, training=False, policy=None, speculate=False):
-        self.training, self.policy, self.speculate = training, policy or Policy(verify=True), speculate
+        self.training, self.policy, self.speculate = training, policy or Policy(check_passes=True), speculate
         self.timeline, self.graphs, self.contexts = Timeline(), [], []
 
     def __call__(self, module, inputs):

@@ -41,7 +41,7 @@ class Backend:
         self.context = PassContext(
             graph_id="g0",
             device=device or get_device("cpu"),
-            policy=Policy(dtype_policy=policy, verify=True),
+            policy=Policy(dtype_policy=policy, check_passes=True),
             timeline=Timeline(),
             training=training,
         )

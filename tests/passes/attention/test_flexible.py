@@ -32,7 +32,7 @@ def pays(scores, length, monkeypatch, device="cuda"):
     fake = site.fake()
     seen = SimpleNamespace(device=torch.device(device), requires_grad=False, dtype=fake.dtype, shape=fake.shape)
     monkeypatch.setattr(Site, "fake", lambda self: seen)
-    form = dense_form(site)
+    form = dense_form(site, reader)
     policy, timeline = Policy(), Timeline()
     context = PassContext(
         graph_id="g0", device=get_device("cpu"), policy=policy, timeline=timeline, training=False, root=backend.module

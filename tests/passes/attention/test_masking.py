@@ -28,7 +28,7 @@ def columns():
 
 def masking(scores, *more):
     site, _, reader = site_of(lambda q, k, v, *a: scores(q @ k.mT, *a).softmax(-1) @ v, Q, K, V, *more)
-    return read_masking(site, dense_form(site), reader)
+    return read_masking(site, dense_form(site, reader), reader)
 
 
 CAUSAL = {
@@ -109,6 +109,6 @@ def test_layers_with_the_same_mask_have_one_key():
             type(step)(reader.expand(step.condition), step.value) if hasattr(step, "condition") else step
             for step in site.steps
         ]
-    keys = [mask_key(site, dense_form(site)) for site in sites]
+    keys = [mask_key(site, dense_form(site, reader)) for site in sites]
     assert keys[0] == keys[1]
     assert keys[0] != keys[2]
