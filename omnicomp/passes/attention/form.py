@@ -61,8 +61,12 @@ def number(term: Term) -> float | None:
     return None
 
 
-def dense_form(site: Site) -> Form:
+def dense_form(site: Site, reader: Reader) -> Form:
     """Read the steps as a scale and a mask.
+
+    Args:
+        site: the attention.
+        reader: of the trace that the site was found in.
 
     Raises:
         MatchEnded: they are something else.
@@ -108,9 +112,11 @@ def dense_form(site: Site) -> Form:
                 "scale, mask and bias, or FlexAttention on this device",
                 step.op,
             )
-    # The softmax does not see what is the same for all keys. A parameter that is added keeps its gradient of zeros.
+    # The softmax does not see what is the same for all keys, unless it hides them all. A parameter that is added keeps
+    # its gradient of zeros.
     while mask and isinstance(last := mask[-1], Add) and not axes_in(last.term) & set(flat(site.keys)):
-        if site.sinks or (site.fake().requires_grad and not _is_maximum(last.term)):
+        maximum = _is_maximum(last.term)
+        if site.sinks or not (maximum or (_hides_nothing(last.term, reader) and not site.fake().requires_grad)):
             break
         mask.pop()
     batch, shared = _ordered(site)
@@ -173,12 +179,21 @@ def _ended(site: Site, sentence: str, needed: str, observed: str = "") -> MatchE
 
 
 def _is_maximum(term: Term) -> bool:
-    """Whether a term is a number, or a row's maximum, which nothing is trained through."""
+    """Whether a term is a usual number, or a row's maximum, which nothing is trained through."""
+    value = number(term)
+    if value is not None:
+        return math.isfinite(value) and not _absorbs(-abs(value), term.dtype)
     while isinstance(term, Apply) and term.op == "cast":
         term = term.args[0]
     if isinstance(term, Read) and term.value.op is not None:
         return term.value.op.name in ("amax", "max", "logsumexp", "detach")
-    return isinstance(term, Number)
+    return False
+
+
+def _hides_nothing(term: Term, reader: Reader) -> bool:
+    """Whether a term is known to be so small a number everywhere that it swallows no score."""
+    low, high = _range(term, reader, {})
+    return not _absorbs(min(low, -high), term.dtype)
 
 
 def _absorbs(value: float, dtype: torch.dtype) -> bool:

@@ -59,7 +59,7 @@ class Reader:
     """Reads values as terms; the same value at the same positions gives the same term."""
 
     def __init__(self) -> None:
-        self._defined: dict[tuple[int, At], Term | None] = {}
+        self._defined: dict[tuple[int, tuple[Any, ...]], Term | None] = {}
         self._keep: list[Value] = []
         self._uniform: dict[Value, int | bool | None] = {}
 
@@ -72,7 +72,9 @@ class Reader:
 
     def define(self, read: Read) -> Term | None:
         """What the element was computed from, one operator deep; None if that is no view, index or arithmetic."""
-        key = (id(read.value), read.at)
+        # A symbolic number has no hash; within one graph, equal texts are equal numbers.
+        starts = (p.start if isinstance(p.start, int) else str(p.start) for p in read.at)
+        key = (id(read.value), tuple(zip((p.axes for p in read.at), starts, strict=True)))
         if key not in self._defined:
             self._keep.append(read.value)  # an id stays unique as long as the object lives
             try:

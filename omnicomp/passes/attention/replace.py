@@ -100,10 +100,22 @@ def _strided_like(old: torch.Tensor, fused: Node, call: Callable[..., Any]) -> N
 
 
 def _memory_order(fake: torch.Tensor) -> list[int] | None:
+    """The dimensions from the widest stride to the narrowest, or None where symbolic strides do not tell."""
     strides = fake.stride()
-    if any(isinstance(stride, torch.SymInt) for stride in strides):
-        return None
-    return sorted(range(fake.dim()), key=lambda dim: (-strides[dim], dim))
+    if not any(isinstance(stride, torch.SymInt) for stride in strides):
+        return sorted(range(fake.dim()), key=lambda dim: (-strides[dim], dim))
+    # Symbols have no order, but in a dense tensor each stride is that of the next dimension times its size.
+    order: list[int] = []
+    rest = sorted(range(fake.dim()), key=lambda dim: known_equal(fake.shape[dim], 1), reverse=True)
+    expected: Any = 1
+    while rest:
+        found = next((d for d in rest if known_equal(strides[d], expected) or known_equal(fake.shape[d], 1)), None)
+        if found is None:
+            return None
+        rest.remove(found)
+        order.insert(0, found)
+        expected = expected * fake.shape[found]
+    return order
 
 
 def _hidden_layout(node: Node, value: torch.Tensor) -> dict[Node, torch.Tensor] | None:

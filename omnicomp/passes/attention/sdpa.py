@@ -60,7 +60,7 @@ class GuardedMask:
         mask: what is added to the scores.
         swallowed: rows in which a huge number swallows every score, or None.
         undefined: rows that are NaN with all that is made of them, or None: -inf was added for every key.
-        empty: rows whose output alone is NaN, or None: every key was filled with -inf, which cuts the gradient.
+        empty: rows whose output alone is NaN, or None: keys were filled, which cuts the gradient there.
     """
 
     mask: Any
@@ -338,19 +338,40 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
         empty = call(torch.isneginf, (top,))
         mask = call(torch.masked_fill, (mask, empty, 0.0))
         top = call(torch.masked_fill, (top, empty, 0.0))
-    # What the program itself puts in the place of NaN stops the gradient there.
-    replaced = not math.isnan(site.undefined) or any(isinstance(step, Fill) for step in site.weights)
+    # What the program itself puts in the place of scores or of NaN stops the gradient there.
+    replaced = not math.isnan(site.undefined) or any(isinstance(s, Fill) for s in (*form.mask, *site.weights))
     nan = {"undefined" if undefined and not replaced else "empty": empty}
     if averages:
         return GuardedMask(mask, **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
     # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
     mask = call(torch.sub, (mask, top))
-    # A huge negative number swallows the scores that it is added to.
-    lowest = _SWALLOWS_IN_HALF if site.dtype == torch.float16 else SWALLOWS
-    if site.dtype == torch.float64 and any(isinstance(step, Add) for step in form.mask):
-        lowest = _SWALLOWS_IN_DOUBLE
-    return GuardedMask(mask, call(torch.le, (top, lowest)), **nan)
+    return GuardedMask(mask, call(torch.le, (top, _lowest(site, form, reader))), **nan)
+
+
+def _lowest(site: Site, form: Form, reader: Reader) -> float:
+    """At which number a mask has swallowed all scores of a row, or taken their place.
+
+    Raises:
+        MatchEnded: one number may do either.
+    """
+    if site.dtype == torch.float16:
+        return _SWALLOWS_IN_HALF
+    if site.dtype != torch.float64 or not any(isinstance(s, Add) and _hides(s, reader) for s in form.mask):
+        return SWALLOWS
+    for step in form.mask:
+        value = number(step.value) if isinstance(step, Fill) else None
+        if value is not None and value > _SWALLOWS_IN_DOUBLE:
+            # Added, this number leaves the scores as they are; filled in, it leaves nothing of them.
+            raise MatchEnded(
+                site.softmax.node,
+                "where no key is left, scores that are filled and scores that the same number is added to would differ",
+                observed=f"fill={value:g} in {site.dtype}, beside a mask that is added",
+                needed="torch.finfo(scores.dtype).min, or -inf",
+                lever="fill with torch.finfo(scores.dtype).min",
+                code="not_equal",
+            )
+    return _SWALLOWS_IN_DOUBLE
 
 
 def _finite_step(step: Step, reader: Reader) -> bool:

@@ -78,7 +78,7 @@ def choose(site: Site, session: Session) -> Chosen:
 def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Way]:
     """The ways to fuse a site, best first; why a whole family of them is out goes to `ended`."""
     try:
-        form = dense_form(site)
+        form = dense_form(site, session.reader)
     except MatchEnded as end:
         ended.append(end)
         if not site.sinks:

@@ -16,7 +16,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 def form_of(scores, *more):
     site, _, reader = site_of(lambda q, k, v, *a: scores(q, k, *a).softmax(-1) @ v, Q, K, V, *more)
-    return dense_form(site), site, reader
+    return dense_form(site, reader), site, reader
 
 
 def baddbmm(q, k):
@@ -60,8 +60,18 @@ def test_steps_of_the_mask_keep_their_order_and_what_was_filled_is_not_scaled():
 
 
 def test_what_is_the_same_for_all_keys_is_no_mask():
-    form, _, _ = form_of(lambda q, k, m: q @ k.mT + m[..., :1] + 3.0, M)
+    form, _, _ = form_of(lambda q, k, m: q @ k.mT + m[..., :1].tanh() + 3.0, M)
     assert form.mask == []
+
+
+@pytest.mark.parametrize("fill", [LOWEST, -math.inf])
+def test_what_may_hide_all_keys_of_a_query_is_a_mask(fill):
+    form, _, _ = form_of(lambda q, k, m: q @ k.mT + torch.where(m[..., :1] > 0, 0.0, fill), M)
+    assert [type(step) for step in form.mask] == [Add]
+    form, _, _ = form_of(lambda q, k, m: q @ k.mT + m[..., :1], M)
+    assert [type(step) for step in form.mask] == [Add], "an input may hold anything"
+    form, _, _ = form_of(lambda q, k: q @ k.mT + fill)
+    assert [type(step) for step in form.mask] == [Add]
 
 
 @pytest.mark.parametrize(
@@ -89,13 +99,13 @@ def test_an_open_form_parts_the_mask_from_the_arithmetic_before_it():
 
 
 def test_grouped_heads_are_the_axes_that_keys_and_values_lack():
-    site, _, _ = site_of(
+    site, _, reader = site_of(
         lambda q, k, v: (q @ k[:, :2].repeat_interleave(2, 1).mT).softmax(-1) @ v[:, :2].repeat_interleave(2, 1),
         Q,
         K,
         V,
     )
-    form = dense_form(site)
+    form = dense_form(site, reader)
     assert [axis.size for axis in form.shared] == [2]
     assert [[a.size for a in group] for group in form.groups(site)] == [[2], [2, 2], [6], [8]]
 
@@ -133,5 +143,5 @@ def test_a_learned_bias_is_finite_and_so_is_a_minimum_added_to_it():
             return (q @ k.mT + bias).softmax(-1) @ v
 
     site, _, reader = site_of(Biased(), Q, K, V, M)
-    (step,) = dense_form(site).mask
+    (step,) = dense_form(site, reader).mask
     assert is_finite(step.term, reader)

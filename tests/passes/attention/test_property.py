@@ -100,6 +100,21 @@ def test_the_check_passes_eager_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check(PLAIN).fused
 
 
+@pytest.mark.parametrize(("failing", "raised"), [(("omni", "eager"), Unsuited), (("omni",), NotImplementedError)])
+def test_a_program_that_no_backend_gets_to_see_is_not_the_backends_fault(
+    failing: tuple[str, ...], raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**inputs: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def compiled(module: torch.nn.Module, *, backend: str, **options: Any) -> Any:
+        return refuse if backend in failing else module
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.raises(raised):
+        check(PLAIN)
+
+
 def test_a_program_is_made_again_from_its_repr() -> None:
     for index in range(200):
         program = random_program(1, index)

@@ -101,6 +101,19 @@ def test_a_definition_is_made_once():
     assert first is second
 
 
+def test_a_slice_may_start_at_a_symbolic_number():
+    x = torch.randn(7, 3)
+    backend, reader = capture(lambda x, y: x[x.size(0) - y.size(0) :] * 2, x, torch.randn(4), dynamic=True), Reader()
+    value = backend.output()
+    at = axes_of(value)
+    term = reader.expand(reader.read(value, at))
+    (held,) = [leaf for leaf in leaves(term) if isinstance(leaf, Read)]
+    assert isinstance(held.at[0].start, torch.SymInt)
+    assert held.at[0].axes == at[0].axes
+    assert reader.define(held) is reader.define(held)
+    assert reader.expand(held) is held, "an input"
+
+
 def test_constants_of_the_graph_are_numbers():
     backend = capture(lambda x: x * torch.tensor(0.25), torch.randn(3))
     (op,) = [op for op in backend.trace.ops if op.name == "mul"]

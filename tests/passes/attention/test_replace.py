@@ -54,6 +54,18 @@ def test_a_layout_that_only_the_output_has_is_kept(product):
     assert differentiate(function, *inputs()).rewrite()
 
 
+@pytest.mark.parametrize("run", [fuse, differentiate])
+def test_a_layout_is_kept_where_its_strides_are_symbolic(run):
+    def function(q, k, v):
+        return torch.einsum("bhqk,bkhd->bqhd", (q.transpose(1, 2) @ k.mT).softmax(-1), v.transpose(1, 2))
+
+    q, k, v, _ = inputs()
+    backend = run(function, q.transpose(1, 2).contiguous(), k, v, dynamic=True)
+    assert backend.rewrite()
+    (placeholder, *_) = backend.graphs[0].graph.find_nodes(op="placeholder")
+    assert isinstance(placeholder.meta["example_value"], torch.SymInt), "the sizes were to be symbolic"
+
+
 def test_no_copy_where_the_layout_is_hidden():
     def function(x):
         heads = split_heads(x)

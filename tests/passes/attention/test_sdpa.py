@@ -13,6 +13,7 @@ KEPT = torch.ones(2, 1, 6, 8, dtype=torch.bool)
 KEPT[0, :, :3] = False  # rows without a key
 KEPT[1, :, 3, 2:] = False
 EMPTY = ~KEPT.any(-1, keepdim=True)
+LEFT = torch.arange(8) < 4
 
 
 def lowest(x):
@@ -36,13 +37,21 @@ FINITE = {
     "clamped": lambda q, k, v, kept: attend(
         (q @ k.mT * 0.25).masked_fill(~kept, -math.inf).clamp(min=torch.finfo(q.dtype).min), v
     ),
+    "of queries": lambda q, k, v, kept: attend(
+        q @ k.mT * 0.25 + torch.zeros_like(EMPTY, dtype=q.dtype).masked_fill(EMPTY, lowest(q)), v
+    ),
     "scaled later": lambda q, k, v, kept: attend((q @ k.mT).masked_fill(~kept, lowest(q)) * 0.25, v),
 }
 INFINITE = {
     "filled": lambda q, k, v, kept: attend((q @ k.mT * 0.25).masked_fill(~kept, -math.inf), v),
     "added": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + torch.where(kept, 0.0, -math.inf).to(q.dtype), v),
+    "of queries": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + torch.where(EMPTY, -math.inf, 0.0).to(q.dtype), v),
     "added twice": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + added(q, kept) + added(q, kept), v),
     "summed": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + (added(q, kept) + added(q, kept)), v),
+    "some added, some filled": lambda q, k, v, kept: attend(
+        (q @ k.mT * 0.25 + torch.where(kept | LEFT, 0.0, -math.inf).to(q.dtype)).masked_fill(~kept & LEFT, -math.inf),
+        v,
+    ),
 }
 
 
@@ -195,6 +204,31 @@ def test_a_sentinel_that_is_added_in_double_precision_swallows_nothing(training)
     run = differentiate if training else fuse
     backend = run(lambda q, k, v, kept: attend(q @ k.mT + torch.where(kept, 0.0, -1e9).double(), v), *arguments, KEPT)
     assert backend.rewrite()
+
+
+DOUBLES = {
+    "a mask of numbers": lambda s, m, kept: (s + m).masked_fill(~kept, -1e9),
+    "a fill below it": lambda s, m, kept: (s + m).masked_fill(~kept, -1e30),
+    "a bias": lambda s, m, kept: (s - 0.5 * torch.arange(8)).masked_fill(~kept, -1e9),
+    "a bias after it": lambda s, m, kept: s.masked_fill(~kept, -1e9) - 0.5 * torch.arange(8),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_sentinel_that_is_filled_in_in_double_precision_leaves_nothing_of_the_scores(name, training):
+    """Of two keys at -1e9, the one to which it was added keeps its score; no mask on the scores can say so."""
+    kept = KEPT.clone()
+    kept[:, :, 5, :4] = False
+    mask = torch.zeros(2, 1, 6, 8, dtype=torch.float64)
+    mask[:, :, 5, 4:] = -1e9
+    run = differentiate if training else fuse
+    q, k, v = (x.double() for x in inputs()[:3])
+    backend = run(lambda q, k, v: DOUBLES[name](q @ k.mT, mask, kept).softmax(-1) @ v, q, k, v)
+    if name == "a mask of numbers":
+        assert backend.miss().code == "not_equal"
+    else:
+        assert backend.rewrite()
 
 
 def test_a_wide_mask_over_half_queries_stays_finite():
