@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
+
+from omnicomp._torch.partition import partition
 
 __all__ = ["compile_graph"]
 
@@ -31,6 +32,6 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callabl
         fw_compiler=part(),
         bw_compiler=part(is_backward=True),
         inference_compiler=part(is_inference=True),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)
