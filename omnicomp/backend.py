@@ -17,16 +17,17 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from omnicomp import passes
-from omnicomp._torch import aot, dynamo, inductor, late
+from omnicomp._torch import aot, dynamo, faults, folding, inductor, late, partition
 from omnicomp._torch.fx import copy_module
 from omnicomp.costs import known_sizes
 from omnicomp.devices import Device, get_device, primary_device
-from omnicomp.errors import OmnicompError
+from omnicomp.errors import CompilerFaultError, OmnicompError
 from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
 from omnicomp.ladder import build_part
 from omnicomp.localize import first_line
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.lowerings.overrides.tag import apply_blocks
 from omnicomp.notices import notify
 from omnicomp.once import Once
 from omnicomp.options import Policy, parse
@@ -39,6 +40,7 @@ from omnicomp.timeline import (
     Cache,
     Capture,
     Event,
+    NodePlacement,
     Option,
     Ran,
     Reason,
@@ -79,7 +81,7 @@ def omni(
     except OmnicompError as error:
         raise dynamo.user_error(error) from None
     with dynamo.compile_lock:
-        graph = _capture(gm, example_inputs, policy, options)
+        graph = _override_blocks(gm, _capture(gm, example_inputs, policy, options))
         original = copy_module(gm)
         passed = _run_passes(gm, graph, speculate=_may_speculate(policy))
         if passed.assumptions:
@@ -108,6 +110,7 @@ class _Graph:
     sources: tuple[str, ...]
     sizes: dict[str, int]
     capture: Capture
+    declined: tuple[NodePlacement, ...] = ()
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
         """What the lowerings may know about one part."""
@@ -122,6 +125,7 @@ class _Graph:
             modules=self.modules,
             sources=self.sources,
             sizes=self.sizes,
+            declined=self.declined,
         )
 
 
@@ -177,6 +181,31 @@ def _record_freezing(graph: _Graph) -> None:
                 by="dynamo",
                 sentence="Dynamo decides on freezing from the global config while it traces, before options are read",
                 lever="set torch._inductor.config.freezing = True before the first call, under torch.no_grad()",
+            ),
+        )
+    )
+
+
+def _override_blocks(gm: GraphModule, graph: _Graph) -> _Graph:
+    """Put overrides in the place of whole modules, before the passes change those and before variants part."""
+    if "override" in graph.policy.lowerings:
+        for name, error in overrides.broken().items():
+            _record_broken(graph, name, error)
+    return dataclasses.replace(graph, declined=apply_blocks(gm, graph.context("", {}), training=graph.training))
+
+
+def _record_broken(graph: _Graph, name: str, error: str) -> None:
+    current().append(
+        Option(
+            graph=graph.id,
+            key=f"entry point {overrides.GROUP}: {name}",
+            requested="its overrides",
+            effective="none",
+            reason=Reason(
+                code="option_ineffective",
+                by="override",
+                sentence=f"the plugin {name} can't be loaded, and its overrides are not there: {error}",
+                lever="repair or uninstall the package that declares it",
             ),
         )
     )
@@ -317,7 +346,9 @@ def _build(passed: _Passed, inputs: Sequence[Any], graph: _Graph, *, after_dynam
     kept = copy_module(passed.module)
     steering = () if after_dynamo else dynamo.CONTROL_FLOW
     try:
-        with dynamo.leave_transforms_on_error():
+        faults.refuse_known_faults(passed.module, training=graph.training)
+        faults.return_inputs_of_dropout(passed.module)
+        with dynamo.leave_transforms_on_error(), faults.unobserved_first_call(passed.module):
             compiled = _compile(passed.module, inputs, graph)
     except steering:
         raise
@@ -349,9 +380,14 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
     if not _uses_inductor(graph):
         return aot.compile_graph(gm, inputs, inner_compile)
     before = inductor.cache_counters()
-    with inductor.cache_tag(graph.digest), inductor.on_artefact_loaded(restored):
+    # A restored part comes without the graph that it could be compared with.
+    lookup = inductor.autograd_cache(graph.policy.verify == "off")
+    with inductor.cache_tag(graph.digest), inductor.on_artefact_loaded(restored), lookup:
         compiled = inductor.compile_fx(
-            gm, list(inputs), inner_compile=inner_compile, config_patches=dict(graph.policy.inductor)
+            gm,
+            list(inputs),
+            inner_compile=inner_compile,
+            config_patches=folding.config_patches(partition.config_patches(graph.policy.inductor)),
         )
     after = inductor.cache_counters()
     for verdict in ("miss", "bypass"):
@@ -386,7 +422,9 @@ def _record_retreat(graph: _Graph, source: str, target: str, reason: Reason) -> 
 
 
 def _uses_inductor(graph: _Graph) -> bool:
-    return "inductor" in graph.policy.lowerings and "inductor" in graph.device.lowerings
+    policy = graph.policy
+    asked = "inductor" in policy.lowerings or any("inductor" in rule.lowerings for rule in policy.rules)
+    return asked and "inductor" in graph.device.lowerings
 
 
 def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
@@ -395,7 +433,9 @@ def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
     reason = Reason(
         code="capture_failed",
         by=compiler,
-        sentence=f"the compiler raised on the whole graph: {first_line(error)}",
+        sentence=str(error)
+        if isinstance(error, CompilerFaultError)
+        else f"the compiler raised on the whole graph: {first_line(error)}",
         observed=type(error).__name__,
         source=graph.sources[0] if graph.sources else "",
         lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
@@ -427,7 +467,7 @@ def _digest(policy: Policy, device: Device) -> str:
         sorted(policy.digest_parts().items()),
         device.type,
         passes_digest(passes.PIPELINE),
-        overrides.digest(policy.disable_overrides),
+        overrides.digest(policy.disable_overrides, policy.overrides),
     )
     return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
 

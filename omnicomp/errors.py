@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CompilerFaultError",
     "DeviceError",
     "LoweringError",
     "OmnicompError",
@@ -41,6 +42,10 @@ class OverrideError(OmnicompError, ValueError):
 
 class LoweringError(OmnicompError):
     """No lowering of the policy could build a subgraph, or a retreat was refused because it would be wrong."""
+
+
+class CompilerFaultError(OmnicompError):
+    """A graph was kept from torch's compiler, which would have compiled it to something else than eager's results."""
 
 
 class TimelineError(OmnicompError):

@@ -18,6 +18,7 @@ __all__ = [
     "insert_call",
     "module_path",
     "op_name",
+    "plain_path",
     "source_line",
     "submodules",
 ]
@@ -69,9 +70,14 @@ def module_path(node: Node) -> str:
         return ""
     entry = list(stack.values())[-1]
     path = str(entry[0] if isinstance(entry, tuple) else entry)
+    return plain_path(path)
+
+
+def plain_path(path: str) -> str:
+    """Dynamo's name of a module or tensor as a qualified name: `layers.3.mlp` for `L['self'].layers[3].mlp`."""
     # Dynamo names the root by the variable that held it, L['self'] or G['model'], and keeps some indices in brackets.
     path = re.sub(r"^[LG]\['\w+'\]", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.lstrip(".")
 

@@ -95,7 +95,8 @@ class _Builder:
 
     def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
         if "override" in names and names.index("override") < _index(names, "inductor"):
-            return apply_overrides(self._module, self._context)
+            blocks = () if self._context.part == "backward" else self._context.declined
+            return (*blocks, *apply_overrides(self._module, self._context))
         return ()
 
     def _place(self) -> Plan:

@@ -1,14 +1,59 @@
 """Inductor's pattern matcher: the search for an override's reference in a post-autograd graph."""
 
+import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import Match, PatternMatcherPass, fwd_only, register_replacement
+from torch._inductor.pattern_matcher import MULTIPLE, Match, PatternMatcherPass, fwd_only, register_replacement
+from torch.fx import Graph, Node
 
-__all__ = ["Match", "build_pattern"]
+__all__ = ["Match", "Pattern", "build_pattern"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """A computation to look for in graphs.
+
+    Attributes:
+        apply: rewrites a graph and returns the number of places.
+        matcher: Inductor's table of what `apply` looks for.
+    """
+
+    apply: Callable[[Graph], int]
+    matcher: Any
+
+    def places(self, graph: Graph) -> list[Node]:
+        """The first outputs of every place that computes the pattern, also where other nodes use its steps."""
+        found: list[Node] = []
+        for (op, target), entries in self.matcher.patterns.items():
+            patterns = [_whoever_uses_it(entry.pattern) for entry in entries]
+            nodes = graph.find_nodes(op=op, target=target)
+            found += [node for node in nodes if any(pattern.match(node) for pattern in patterns)]
+        return found
+
+
+def _whoever_uses_it(pattern: Any) -> Any:
+    """A copy of a pattern that does not ask how many users the nodes have that it matches."""
+    pattern = copy.deepcopy(pattern)
+    stack, seen = [pattern], set[int]()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if hasattr(item, "users"):
+            item.users = MULTIPLE
+        if isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif hasattr(item, "__dict__"):
+            stack.extend(vars(item).get(name, ()) for name in ("outputs", "args", "kwargs"))
+    return pattern
 
 
 def build_pattern(
@@ -17,8 +62,8 @@ def build_pattern(
     example: Sequence[Any],
     scalars: Mapping[str, int | float],
     check: Callable[[Match, dict[str, Any]], bool],
-) -> Callable[[torch.fx.Graph], int]:
-    """Trace `search` and `replace` to ATen (with Inductor's decompositions) and return a function that rewrites graphs.
+) -> Pattern:
+    """Trace `search` and `replace` to ATen (with Inductor's decompositions).
 
     Args:
         search: the computation to look for; its parameters are the pattern's inputs.
@@ -26,9 +71,6 @@ def build_pattern(
         example: tensors for the parameters that are tensors, in order.
         scalars: a value for each parameter that is a number; it must occur nowhere else in the traced pattern.
         check: asked for every match, with the nodes and numbers that were matched, by parameter name.
-
-    Returns:
-        A function from a graph to the number of places that it rewrote.
     """
     matcher: Any = PatternMatcherPass(pass_name="omnicomp_override")
     names = tuple(inspect.signature(search).parameters)
@@ -49,4 +91,4 @@ def build_pattern(
         register_replacement(
             traced, replace, list(example), fwd_only, matcher, extra_check=extra_check, scalar_workaround=dict(scalars)
         )
-    return matcher.apply
+    return Pattern(apply=matcher.apply, matcher=matcher)

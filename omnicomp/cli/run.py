@@ -22,7 +22,7 @@ from omnicomp.timeline import JsonLinesSink, current
 
 __all__ = ["Program", "parse_options", "run"]
 
-_LISTS: Final = ("lowerings", "disable_passes", "disable_overrides")
+_LISTS: Final = ("lowerings", "disable_passes", "disable_overrides", "overrides")
 _OWN_FILES: Final = (__file__, redirect.__file__)
 
 

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from omnicomp.devices import Device
 from omnicomp.options import Policy
-from omnicomp.timeline import Reason, Timeline
+from omnicomp.timeline import NodePlacement, Reason, Timeline
 
 __all__ = ["Executable", "Lowering", "LoweringContext", "Support"]
 
@@ -31,6 +31,7 @@ class LoweringContext:
         modules: module paths of the Dynamo graph, for subgraphs that are a whole part.
         sources: `file:line` of the Dynamo graph, for the same.
         sizes: what the graph's symbolic sizes were at compile time, by name.
+        declined: blocks of the Dynamo graph that an override matched but was not put into.
     """
 
     graph_id: str
@@ -43,6 +44,7 @@ class LoweringContext:
     modules: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    declined: tuple[NodePlacement, ...] = ()
 
     @property
     def part_id(self) -> str:

@@ -4,7 +4,7 @@ Inside an Inductor subgraph such a node is opaque to Inductor, which calls the o
 the operator stand alone; then this lowering runs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -13,9 +13,10 @@ from omnicomp._torch.fx import boxed
 from omnicomp.graphs import op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.overrides.registry import Override, registered
+from omnicomp.lowerings.overrides.tag import matched_block
 from omnicomp.timeline import Reason
 
-__all__ = ["OverrideLowering", "override_of"]
+__all__ = ["OverrideLowering", "override_of", "reference_of"]
 
 
 def override_of(node: Node) -> Override | None:
@@ -23,6 +24,19 @@ def override_of(node: Node) -> Override | None:
     if node.op != "call_function":
         return None
     return next((item for item in registered() if node.target in item.operators), None)
+
+
+def reference_of(node: Node) -> Callable[..., Any] | None:
+    """What a call of an override computes, as a function of the call's arguments: its `reference`, or what it replaced.
+
+    None for other nodes, and where it is not known any more, as in a graph that comes from a cache.
+    """
+    item = override_of(node)
+    if item is None or node.target not in (item.operators[0], *(item.operators if item.form == "pattern" else ())):
+        return None
+    if item.reference is not None:
+        return item.reference
+    return item.op if item.form == "operator" else matched_block(item, node)
 
 
 class OverrideLowering:

@@ -1,103 +1,33 @@
-"""Overrides: hand-written kernels that take the place of an operator or of a pattern of operators.
+"""The registry of overrides: hand-written kernels in the place of an operator, of a pattern, or of a whole block.
 
 An override is a custom operator, so it stays inside Inductor's graph as an opaque node: using one does not cut the
 model in pieces. It is declared with `@omnicomp.override(...)`, by import or through the entry-point group
 `omnicomp.overrides`; two of one name are an error.
 """
 
-import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.fx import GraphModule, Node
 
-from omnicomp._torch.patterns import Match, build_pattern
-from omnicomp.errors import OverrideError
-from omnicomp.graphs import fake_value, module_path, op_name, source_line
-from omnicomp.lowerings.base import LoweringContext
-from omnicomp.timeline import NodePlacement, Reason
+from omnicomp._torch import overrides as torch_overrides
+from omnicomp._torch.overrides import OpOverload
+from omnicomp.errors import OverrideError, nearest
+from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
 
-__all__ = ["GROUP", "Override", "apply_overrides", "digest", "override", "registered", "unregister"]
+__all__ = ["GROUP", "Override", "broken", "digest", "enabled", "override", "registered", "select", "unregister"]
 
 log = logging.getLogger("omnicomp.overrides")
 
 GROUP: Final = "omnicomp.overrides"
-Check = Callable[..., Reason | None]
-Function = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Override:
-    """A registered override.
-
-    Attributes:
-        name: unique name.
-        function: the Python function that was decorated.
-        operators: the custom operators that it calls; a node with one of these targets is on this override.
-        op: the operator that it replaces, for the operator form.
-        reference: the computation that it replaces, for the pattern form.
-        example: makes example tensors for tracing `reference`.
-        scalars: example values of the parameters of `reference` that are numbers.
-        devices: device types that it has kernels for.
-        dtypes: dtypes that it takes; empty for any.
-        check: called with the fake arguments; returns None, or the reason why it refuses them.
-        sources: files whose content changes what it computes, for the compile caches' keys.
-        doc: first line of its documentation.
-    """
-
-    name: str
-    function: Function
-    operators: tuple[Any, ...]
-    op: Any = None
-    reference: Function | None = None
-    example: Callable[[], Sequence[torch.Tensor]] | None = None
-    scalars: Mapping[str, int | float] = dataclasses.field(default_factory=dict[str, int | float])
-    devices: tuple[str, ...] = ()
-    dtypes: tuple[torch.dtype, ...] = ()
-    check: Check | None = None
-    sources: tuple[str, ...] = ()
-    doc: str = ""
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Hash of the override's source and declaration."""
-        value = hashlib.sha256(repr((self.name, str(self.op), self.devices, [str(d) for d in self.dtypes])).encode())
-        for item in (self.function, self.reference, self.check):
-            if item is not None:
-                value.update(_source(item))
-        for path in self.sources:
-            value.update(Path(path).read_bytes())
-        return value.hexdigest()[:16]
-
-    def refusal(self, *args: Any, **kwargs: Any) -> Reason | None:
-        """Why the override does not take these (fake) arguments: device, dtype, or its own check; None if it does."""
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        for tensor in tensors:
-            if self.devices and tensor.device.type not in self.devices:
-                return self._refused(f"device={tensor.device.type}", f"one of {', '.join(self.devices)}")
-            if self.dtypes and tensor.is_floating_point() and tensor.dtype not in self.dtypes:
-                return self._refused(f"dtype={tensor.dtype}", f"one of {', '.join(map(str, self.dtypes))}")
-        return self.check(*args, **kwargs) if self.check is not None else None
-
-    def _refused(self, observed: str, needed: str) -> Reason:
-        return Reason(
-            code="override_refused",
-            by=self.name,
-            sentence=f"the override {self.name} has no kernel for these arguments",
-            observed=observed,
-            needed=needed,
-            lever=f"bring the inputs to {needed}, or declare more in @omnicomp.override",
-        )
-
 
 _registry: dict[str, Override] = {}
 _lock = threading.RLock()
@@ -106,6 +36,7 @@ _lock = threading.RLock()
 def override(
     *,
     op: Any = None,
+    module: str | type | None = None,
     reference: Function | None = None,
     example: Callable[[], Sequence[torch.Tensor]] | None = None,
     scalars: Mapping[str, int | float] | None = None,
@@ -113,85 +44,198 @@ def override(
     name: str | None = None,
     devices: Sequence[str] = (),
     dtypes: Sequence[torch.dtype] = (),
+    training: bool | str | None = None,
+    backward: Function | None = None,
+    setup_context: Function | None = None,
+    mutates: Sequence[str] | None = None,
+    priority: int = 0,
     check: Check | None = None,
     sources: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Register the decorated function as an override.
 
-    Two forms:
+    Three forms:
 
     * operator form, `op=torch.ops.aten.foo.default`: the function has the operator's signature and must not change its
       inputs. It becomes a custom operator of the same schema and takes that operator's place in every post-autograd
       graph (forward, backward and inference).
-    * pattern form, `reference=f, example=lambda: (tensor, …), operators=[torch.ops.my.op.default]`: wherever a graph
-      computes what the plain torch function `f` computes, the decorated function is called instead; it must call the
-      custom operators that it names. Forward only: it is looked for in inference graphs.
+    * pattern form, `reference=f, example=lambda: (tensor, …), operators=[torch.ops.my.op.default]`: wherever a
+      post-autograd graph computes what the plain torch function `f` computes, the decorated function is called
+      instead; it must call the custom operators that it names.
+    * tag form, `module="LlamaMLP"`, `module="layers.*.mlp"` or `module=LlamaMLP`: a call of the operator takes the
+      place of everything that such a module computes, before autograd. The decorated function is a custom operator
+      (`torch.library.custom_op`, `triton_op`) or an annotated function, which becomes one and needs `reference` as its
+      fake kernel. Its parameters without a default take the activations that come into the block, in the order in
+      which it first uses them; a parameter named after one of the block's own (`up_weight` for `up.weight`) takes
+      that. It returns what the rest of the program uses of the block, in the order in which it is made.
 
     Args:
         op: the operator to replace.
-        reference: the computation to replace; its parameters are the override's.
-        example: makes example tensors for the tensor parameters of `reference`, in order.
-        scalars: an example value for each number parameter of `reference`, occurring nowhere else in it.
-        operators: the custom operators that the function calls (pattern form).
+        module: a module class; or the name of one, plain or with its module; or the end of a qualified name in the
+            model, with the wildcards of `fnmatch` within each step.
+        reference: what the override computes, in plain torch, with the override's parameters; required in the pattern
+            form, where it is what is looked for. By default it is what was matched.
+        example: makes example tensors for the tensor parameters of `reference`, in order (pattern form).
+        scalars: an example value for each number parameter of `reference`, occurring nowhere else in it (pattern form).
+        operators: the custom operators that the function calls (pattern form); further ones, such as a backward's
+            kernel (tag form).
         name: unique name; the function's by default.
         devices: device types with a kernel; any if empty.
         dtypes: floating-point dtypes with a kernel; any if empty.
-        check: gets the fake arguments and returns None or a `Reason` with code `override_refused`.
+        training: True, or `"forward only"`, which refuses a graph that is to be differentiated. By default, an operator
+            is replaced everywhere, a pattern only in inference, and a block in training if its operator has a
+            derivative. Operators and patterns are replaced after autograd: their gradients are those of the user's own
+            program, and no derivative of the override's is asked for.
+        backward: the derivative, as `torch.library.register_autograd` takes it (tag form).
+        setup_context: what it saves for `backward`, as `torch.library.register_autograd` takes it.
+        mutates: names of the arguments that the operator changes; by default what its schema says (tag form).
+        priority: of two overrides for one place the one with the higher number is taken, and of equal ones the one
+            that was registered first.
+        check: gets the fake arguments and returns None or a `Reason` with code `override_refused`. In the tag form,
+            one that has a parameter `block` also gets the `omnicomp.lowerings.overrides.blocks.Block`.
         sources: further files that the kernels are made of.
 
     Returns:
         The decorator; it returns the function unchanged.
 
     Raises:
-        OverrideError: the declaration is incomplete or the name is taken.
+        OverrideError: the declaration is incomplete or contradicts itself, or the name is taken.
     """
-    if (op is None) == (reference is None):
-        raise OverrideError("an override takes the place of either op= or reference=; give exactly one of them")
-    if op is not None and not isinstance(op, torch._ops.OpOverload):
-        raise OverrideError(f"op= takes an operator overload such as torch.ops.aten.topk.default, not {op!r}")
-    if reference is not None and (example is None or not operators):
-        raise OverrideError("the pattern form needs example= (tensors to trace reference= with) and operators=")
+    _check_form(op, module, reference, example, operators)
+    if training not in (None, True, FORWARD_ONLY):
+        raise OverrideError(f"training= takes True or {FORWARD_ONLY!r}, not {training!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OverrideError(f"priority= takes a whole number, not {priority!r}")
+    if backward is not None and (module is None or training == FORWARD_ONLY):
+        raise OverrideError(
+            "backward= belongs to an override with module= that may be used in training; an operator or a pattern is "
+            "replaced after autograd, with the gradient of the program itself"
+        )
+    if setup_context is not None and backward is None:
+        raise OverrideError("setup_context= prepares backward=, which is missing")
 
     def register(function: Function) -> Function:
-        chosen = name or function.__name__
+        plain = torch_overrides.python_function(function)
+        chosen = name or plain.__name__
         with _lock:
             if chosen in _registry:
                 raise OverrideError(f"there already is an override named {chosen!r}; choose another name")
+            if op is not None:
+                called = (_define(chosen, op, function),)
+            elif module is not None:
+                called = (_operator(chosen, function, reference, mutates), *operators)
+            else:
+                called = tuple(operators)
+            changed = _mutates(chosen, called, mutates, allowed=module is not None)
+            if backward is not None:
+                _register_backward(chosen, called[0], backward, setup_context)
             _registry[chosen] = Override(
                 name=chosen,
-                function=function,
-                operators=(_define(chosen, op, function),) if op is not None else tuple(operators),
+                declared=function,
+                function=plain,
+                operators=called,
                 op=op,
+                module=module,
                 reference=reference,
                 example=example,
                 scalars=dict(scalars or {}),
                 devices=tuple(devices),
                 dtypes=tuple(dtypes),
+                training=training,
+                mutates=changed,
+                priority=priority,
+                backward=backward,
+                setup_context=setup_context,
                 check=check,
                 sources=tuple(sources),
-                doc=(inspect.getdoc(function) or "").split("\n", 1)[0],
+                doc=(inspect.getdoc(plain) or "").split("\n", 1)[0],
             )
         return function
 
     return register
 
 
+def _check_form(op: Any, module: Any, reference: Any, example: Any, operators: Sequence[Any]) -> None:
+    if op is not None and module is not None:
+        raise OverrideError("an override takes the place of either op= or module=; give exactly one of them")
+    if op is None and module is None and reference is None:
+        raise OverrideError("an override takes the place of op=, module= or reference=; give exactly one of them")
+    if op is not None and not isinstance(op, OpOverload):
+        raise OverrideError(f"op= takes an operator overload such as torch.ops.aten.topk.default, not {op!r}")
+    if module is not None and not (isinstance(module, str) and module) and not _is_module_class(module):
+        raise OverrideError(f"module= takes a class of modules, the name of one or a path in the model, not {module!r}")
+    if op is None and module is None and (example is None or not operators):
+        raise OverrideError("the pattern form needs example= (tensors to trace reference= with) and operators=")
+    if reference is not None and not callable(reference):
+        raise OverrideError(f"reference= takes a function, not {reference!r}")
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.nn.Module)
+
+
 _library: Final = torch.library.Library("omnicomp_override", "DEF")
 _generation: dict[str, int] = {}
 
 
-def _define(name: str, op: torch._ops.OpOverload, function: Function) -> Any:
+def _unique(name: str) -> str:
+    """A name for an operator: one that was unregistered can come back, but the dispatcher's definitions stay."""
+    number = _generation[name] = _generation.get(name, -1) + 1
+    return name if number == 0 else f"{name}_{number}"
+
+
+def _define(name: str, op: OpOverload, function: Function) -> Any:
     """Make a custom operator with the schema of `op` that runs `function`; its fake kernel is `op` itself."""
     if op._schema.is_mutable:
         raise OverrideError(f"{op} changes its inputs; only operators that do not can be overridden")
-    # A name that was unregistered can come back, but the dispatcher's definitions stay: they are numbered.
-    number = _generation[name] = _generation.get(name, -1) + 1
-    unique = name if number == 0 else f"{name}_{number}"
+    unique = _unique(name)
     schema = str(op._schema)
     _library.define(unique + schema[schema.index("(") :])
     _library.impl(unique, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"omnicomp_override::{unique}", op, lib=_library)
     return getattr(torch.ops.omnicomp_override, unique).default
+
+
+def _operator(name: str, function: Any, reference: Function | None, mutates: Sequence[str] | None) -> Any:
+    """The operator that is called for a block: the decorated one, or one made of an annotated function."""
+    operator = torch_overrides.operator_of(function)
+    if operator is not None:
+        return operator
+    if reference is None:
+        raise OverrideError(
+            f"{name!r} is a plain function: give reference=, a torch function with the same parameters that also tells "
+            "the shapes of its result, or make it a torch.library.custom_op with register_fake"
+        )
+    try:
+        made = torch.library.custom_op(
+            f"omnicomp_override::{_unique(name)}", function, mutates_args=tuple(mutates or ())
+        )
+    except ValueError as error:
+        first = str(error).split("\n", 1)[0]
+        raise OverrideError(f"{name!r} can't be made an operator: {first}") from None
+    torch.library.register_fake(made, reference)
+    return torch_overrides.operator_of(made)
+
+
+def _mutates(name: str, called: Sequence[Any], declared: Sequence[str] | None, *, allowed: bool) -> tuple[str, ...]:
+    """Names of the arguments that the operators change, which the declaration may repeat but not contradict."""
+    found = tuple(dict.fromkeys(n for operator in called for n in torch_overrides.mutated_arguments(operator)))
+    if declared is not None and set(declared) != set(found):
+        says = ", ".join(found) or "nothing"
+        raise OverrideError(f"{name!r} declares mutates={tuple(declared)!r}, but its operator's schema says {says}")
+    if found and not allowed:
+        raise OverrideError(
+            f"{name!r} changes its argument {found[0]}; only an override with module= may change its inputs"
+        )
+    return found
+
+
+def _register_backward(name: str, operator: Any, backward: Function, setup_context: Function | None) -> None:
+    try:
+        torch.library.register_autograd(operator, backward, setup_context=setup_context)
+    except (NotImplementedError, RuntimeError) as error:
+        first = str(error).split("\n", 1)[0]
+        raise OverrideError(f"{name!r} can't be given the derivative backward=: {first}") from error
 
 
 def unregister(name: str) -> None:
@@ -203,127 +247,89 @@ def unregister(name: str) -> None:
     with _lock:
         if _registry.pop(name, None) is None:
             raise OverrideError(f"there is no override named {name!r}")
-        _patterns.pop(name, None)
 
 
 @functools.cache
-def _discover() -> dict[str, str]:
-    """Import the entry points of the group; what fails is kept with its reason."""
+def broken() -> dict[str, str]:
+    """Import the entry points of the group; what can't be imported is returned with its error, by name."""
     errors: dict[str, str] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:
             entry.load()
-        except Exception as error:  # noqa: BLE001 - someone else's package; kept as its reason and logged
-            errors[entry.name] = f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - someone else's package; kept, logged, and put into the timeline
+            errors[entry.name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             log.warning("the override %s can't be loaded: %s", entry.name, errors[entry.name])
     return errors
 
 
 def registered() -> tuple[Override, ...]:
     """All overrides, in the order of registration."""
-    _discover()
+    broken()
     with _lock:
         return tuple(_registry.values())
 
 
-def digest(disabled: Sequence[str]) -> str:
-    """Hash of the enabled overrides, for the compile caches' keys."""
+def enabled(disabled: Sequence[str], chosen: Sequence[str] | None = None) -> tuple[Override, ...]:
+    """The overrides that a policy allows, in the order in which they are asked: by priority, then as registered.
+
+    Args:
+        disabled: names to leave out.
+        chosen: the only names to take; None for all.
+    """
+    items = (i for i in registered() if i.name not in disabled and (chosen is None or i.name in chosen))
+    return tuple(sorted(items, key=lambda item: -item.priority))
+
+
+def digest(disabled: Sequence[str], chosen: Sequence[str] | None = None) -> str:
+    """Hash of the enabled overrides, in the order in which they are asked, for the compile caches' keys."""
     value = hashlib.sha256()
-    for item in registered():
-        if item.name not in disabled:
-            value.update(item.digest.encode())
+    for item in enabled(disabled, chosen):
+        value.update(item.digest.encode())
     return value.hexdigest()[:16]
 
 
-def apply_overrides(module: GraphModule, context: LoweringContext) -> tuple[NodePlacement, ...]:
-    """Put overrides into a post-autograd graph, in place.
+def select(entries: Sequence[Any]) -> tuple[str, ...]:
+    """The overrides that a list asks for, by name and sorted.
 
-    Returns:
-        The places at which an override matched but refused, with its reason.
+    Args:
+        entries: names, decorated functions, or import paths of modules that declare overrides; those are imported.
+
+    Raises:
+        OverrideError: an entry is none of these.
     """
-    refused: list[NodePlacement] = []
-    changed = False
-    for item in registered():
-        if item.name in context.policy.disable_overrides:
-            continue
-        if item.op is not None:
-            changed |= _replace_operator(item, module, refused)
-        elif context.part == "inference":
-            changed |= _replace_pattern(item, module, refused)
-    if changed:
-        module.graph.lint()
-        module.recompile()
-    return tuple(refused)
+    return tuple(sorted({name for entry in entries for name in _select(entry)}))
 
 
-def _replace_operator(item: Override, module: GraphModule, refused: list[NodePlacement]) -> bool:
-    changed = False
-    for node in module.graph.find_nodes(op="call_function", target=item.op):
-        args = torch.fx.map_arg(node.args, fake_value)
-        kwargs = torch.fx.map_arg(dict(node.kwargs), fake_value)
-        reason = item.refusal(*args, **kwargs)
-        if reason is not None:
-            refused.append(_declined(node, reason))
-            continue
-        node.target = item.operators[0]
-        changed = True
-    return changed
-
-
-_patterns: dict[str, Callable[[torch.fx.Graph], int]] = {}
-_active: Final = threading.local()
-
-
-def _replace_pattern(item: Override, module: GraphModule, refused: list[NodePlacement]) -> bool:
-    with _lock:
-        rewrite = _patterns.get(item.name)
-        if rewrite is None:
-            assert item.reference is not None
-            assert item.example is not None
-            rewrite = build_pattern(
-                item.reference, item.function, item.example(), item.scalars, functools.partial(_accepts, item)
-            )
-            _patterns[item.name] = rewrite
-    _active.refused, _active.origins = refused, {}
+def _select(entry: Any) -> list[str]:
+    items = registered()
+    if not isinstance(entry, str):
+        found = [item.name for item in items if entry is item.declared or entry is item.function]
+        if not found:
+            shown = getattr(entry, "__name__", None) or repr(entry)
+            raise OverrideError(f"{shown} is not an override; decorate it with @omnicomp.override")
+        return found
+    if any(item.name == entry for item in items):
+        return [entry]
+    if not _is_importable(entry):
+        names = [item.name for item in items]
+        failed = broken().get(entry)
+        hint = f"; the plugin of that name can't be loaded: {failed}" if failed else nearest(entry, names)
+        raise OverrideError(f"there is no override named {entry!r}{hint or '; known ones are ' + ', '.join(names)}")
     try:
-        changed = rewrite(module.graph) > 0
-        for node in module.graph.nodes if changed else ():
-            if node.target in item.operators and not node.meta.get("stack_trace"):
-                # The matcher makes new nodes without the user's source line; give them that of what they replace.
-                node.meta.update(_active.origins.get(node.args[0], {}))
-        return changed
-    finally:
-        _active.refused, _active.origins = None, {}
+        importlib.import_module(entry)
+    except Exception as error:
+        first = str(error).split("\n", 1)[0]
+        raise OverrideError(f"the module {entry!r} can't be imported: {type(error).__name__}: {first}") from error
+    found = [i.name for i in registered() if f"{i.function.__module__}.".startswith(f"{entry}.")]
+    if not found:
+        raise OverrideError(f"the module {entry!r} declares no override")
+    return found
 
 
-def _accepts(item: Override, match: Match, values: dict[str, Any]) -> bool:
-    reason = item.refusal(*(fake_value(value) for value in values.values()))
-    anchor = next(n for n in reversed(match.nodes) if n.op == "call_function" and n.target is not operator.getitem)
-    if reason is None:
-        first = next(iter(values.values()))
-        _active.origins[first] = {k: anchor.meta[k] for k in ("stack_trace", "nn_module_stack") if k in anchor.meta}
-        return True
-    refused: list[NodePlacement] | None = getattr(_active, "refused", None)
-    if refused is not None:
-        refused.append(_declined(anchor, reason))
-    return False
-
-
-def _declined(node: Node, reason: Reason) -> NodePlacement:
-    source = source_line(node)
-    located = dataclasses.replace(reason, node=f"{node.name} ({op_name(node)})", source=source)
-    return NodePlacement(
-        node=node.name,
-        op=op_name(node),
-        lowering="inductor",
-        source=source,
-        module=module_path(node),
-        chain=(located,),
-    )
-
-
-def _source(item: Any) -> bytes:
+def _is_importable(name: str) -> bool:
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
     try:
-        return inspect.getsource(item).encode()
-    except (OSError, TypeError):
-        return repr(item).encode()
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent that is missing, or a module without a spec, such as __main__
+        return False

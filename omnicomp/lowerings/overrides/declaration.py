@@ -1,0 +1,163 @@
+"""What is known of an override: which computation it replaces, which operator it calls, and where it may be used."""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from omnicomp._torch import overrides as torch_overrides
+from omnicomp.timeline import Reason
+
+__all__ = ["FORWARD_ONLY", "Check", "Function", "Override", "refused"]
+
+Check = Callable[..., Reason | None]
+Function = Callable[..., Any]
+
+FORWARD_ONLY: Final = "forward only"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Override:
+    """A registered override.
+
+    Attributes:
+        name: unique name.
+        declared: what was decorated.
+        function: its Python function.
+        operators: the custom operators that it calls; a node with one of these targets is on this override. In the
+            operator and tag forms the first takes the place of what is replaced.
+        op: the operator that it replaces, for the operator form.
+        module: a class of modules, the name of one, or a path with wildcards, for the tag form.
+        reference: the computation that it replaces; None where that is what was matched itself.
+        example: makes example tensors for tracing `reference`, for the pattern form.
+        scalars: example values of the parameters of `reference` that are numbers, for the pattern form.
+        devices: device types that it has kernels for.
+        dtypes: dtypes that it takes; empty for any.
+        training: True, `forward only`, or None for what is known of its operator.
+        mutates: names of the arguments that its operator changes.
+        priority: the higher one is asked first.
+        backward: the derivative that was given with the declaration.
+        setup_context: what was given to save values for it.
+        check: called with the fake arguments; returns None, or the reason why it refuses them.
+        sources: files whose content changes what it computes, for the compile caches' keys.
+        doc: first line of its documentation.
+    """
+
+    name: str
+    declared: Any
+    function: Function
+    operators: tuple[Any, ...]
+    op: Any = None
+    module: str | type | None = None
+    reference: Function | None = None
+    example: Callable[[], Sequence[torch.Tensor]] | None = None
+    scalars: Mapping[str, int | float] = dataclasses.field(default_factory=dict[str, int | float])
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    training: bool | str | None = None
+    mutates: tuple[str, ...] = ()
+    priority: int = 0
+    backward: Function | None = None
+    setup_context: Function | None = None
+    check: Check | None = None
+    sources: tuple[str, ...] = ()
+    doc: str = ""
+
+    @property
+    def form(self) -> str:
+        """`operator`, `pattern` or `tag`."""
+        if self.op is not None:
+            return "operator"
+        return "pattern" if self.module is None else "tag"
+
+    @property
+    def trains(self) -> bool:
+        """Whether it may be used in a graph that is to be differentiated.
+
+        In the operator and pattern forms, autograd has derived the backward from the user's program before an override
+        is put into it, so no derivative of its own is needed: this is what was declared, and without a declaration
+        True for an operator, which is replaced by what equals it everywhere, and False for a pattern. In the tag form
+        the operator itself is differentiated, so that a derivative must have been registered for it; this is looked up
+        here, as it may be registered after the override.
+        """
+        if self.training == FORWARD_ONLY:
+            return False
+        if self.form == "tag":
+            return torch_overrides.has_backward(self.operators[0])
+        return self.training is True or self.form == "operator"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the override's source and declaration."""
+        cls = self.module
+        module = f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else cls
+        declared = (self.name, str(self.op), self.devices, [str(d) for d in self.dtypes], module)
+        declared += (self.trains, self.mutates, self.priority)
+        value = hashlib.sha256(repr(declared).encode())
+        own = (self.reference, self.check, self.backward, self.setup_context)
+        for item in (*torch_overrides.functions_of(self.declared), *own):
+            if item is not None:
+                value.update(_source(item))
+        for path in self.sources:
+            value.update(Path(path).read_bytes())
+        return value.hexdigest()[:16]
+
+    def refusal(self, *args: Any, **kwargs: Any) -> Reason | None:
+        """Why the override does not take these (fake) arguments: device, dtype, or its own check; None if it does."""
+        reason = self.unfit((*args, *kwargs.values()))
+        if reason is not None:
+            return reason
+        return self.check(*args, **kwargs) if self.check is not None else None
+
+    def unfit(self, values: Sequence[Any]) -> Reason | None:
+        """Why the declaration rules these (fake) arguments out: device or dtype."""
+        for tensor in (a for a in values if isinstance(a, torch.Tensor)):
+            if self.devices and tensor.device.type not in self.devices:
+                return self._no_kernel(f"device={tensor.device.type}", f"one of {', '.join(self.devices)}")
+            if self.dtypes and tensor.is_floating_point() and tensor.dtype not in self.dtypes:
+                return self._no_kernel(f"dtype={tensor.dtype}", f"one of {', '.join(map(str, self.dtypes))}")
+        return None
+
+    def _no_kernel(self, observed: str, needed: str) -> Reason:
+        return refused(
+            self,
+            f"the override {self.name} has no kernel for these arguments",
+            observed=observed,
+            needed=needed,
+            lever=f"bring the inputs to {needed}, or declare more in @omnicomp.override",
+        )
+
+    def not_differentiable(self) -> Reason:
+        """Why it is left out of a graph that is to be differentiated."""
+        if self.form == "tag" and self.training != FORWARD_ONLY:
+            lever = "give backward= to @omnicomp.override, or register one by torch.library.register_autograd"
+            observed = "no derivative is registered for its operator"
+        else:
+            lever = "run under torch.no_grad(), or declare training=True if it may be used in training"
+            observed = "forward only"
+        return refused(
+            self,
+            f"the override {self.name} is for inference, and the graph is to be differentiated",
+            observed=observed,
+            needed="training=True",
+            lever=lever,
+        )
+
+
+def refused(item: Override, sentence: str, *, observed: str = "", needed: str = "", lever: str = "") -> Reason:
+    """The reason why an override is not put where it matched."""
+    return Reason(
+        code="override_refused", by=item.name, sentence=sentence, observed=observed, needed=needed, lever=lever
+    )
+
+
+def _source(item: Any) -> bytes:
+    try:
+        return inspect.getsource(item).encode()
+    except (OSError, TypeError):
+        return repr(item).encode()

@@ -1,0 +1,157 @@
+"""Overrides of operators and patterns are put into post-autograd graphs; where one is refused, its reason is kept."""
+
+import dataclasses
+import functools
+import logging
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch.patterns import Match, Pattern, build_pattern
+from omnicomp.graphs import fake_value, module_path, op_name, source_line
+from omnicomp.lowerings.base import LoweringContext
+from omnicomp.lowerings.overrides.declaration import Override
+from omnicomp.lowerings.overrides.registry import enabled
+from omnicomp.timeline import NodePlacement, Reason
+
+__all__ = ["apply_overrides", "declined_at", "next_lowering"]
+
+log = logging.getLogger("omnicomp.overrides")
+
+
+def apply_overrides(module: GraphModule, context: LoweringContext) -> tuple[NodePlacement, ...]:
+    """Put the overrides of operators and patterns into a post-autograd graph, in place.
+
+    Returns:
+        The places at which an override matched but refused, with its reason.
+    """
+    refused: list[NodePlacement] = []
+    changed = False
+    items = enabled(context.policy.disable_overrides, context.policy.overrides)
+    for index, item in enumerate(items):
+        if item.form == "operator":
+            changed |= _replace_operator(item, module, context, refused, items[index + 1 :])
+        elif item.form == "pattern":
+            changed |= _replace_pattern(item, module, context, refused)
+    if changed:
+        module.graph.lint()
+        module.recompile()
+    return tuple(refused)
+
+
+def _replace_operator(
+    item: Override,
+    module: GraphModule,
+    context: LoweringContext,
+    refused: list[NodePlacement],
+    later: Sequence[Override],
+) -> bool:
+    rivals = [other.name for other in later if other.op is item.op and other.priority == item.priority]
+    changed = False
+    for node in module.graph.find_nodes(op="call_function", target=item.op):
+        reason = _untrained(item, context)
+        if reason is None:
+            args = torch.fx.map_arg(node.args, fake_value)
+            kwargs = torch.fx.map_arg(dict(node.kwargs), fake_value)
+            reason = item.refusal(*args, **kwargs)
+        if reason is not None:
+            refused.append(declined_at(node, reason, context))
+            continue
+        node.target = item.operators[0]
+        changed = True
+        for rival in rivals:
+            log.info("%s goes to the override %s, registered before %s of equal priority", node, item.name, rival)
+    return changed
+
+
+def _untrained(item: Override, context: LoweringContext) -> Reason | None:
+    return item.not_differentiable() if context.part != "inference" and not item.trains else None
+
+
+# With the override, as another one may get its name.
+_patterns: Final[dict[str, tuple[Override, Pattern]]] = {}
+_lock: Final = threading.RLock()
+_active: Final = threading.local()
+
+
+def _replace_pattern(
+    item: Override, module: GraphModule, context: LoweringContext, refused: list[NodePlacement]
+) -> bool:
+    reason = _untrained(item, context)
+    if reason is not None and context.part == "backward":
+        return False  # what it would replace there is told of the forward
+    pattern = _pattern(item)
+    if reason is not None:
+        refused += [declined_at(node, reason, context) for node in pattern.places(module.graph)]
+        return False
+    _active.refused, _active.origins, _active.context = refused, {}, context
+    try:
+        changed = pattern.apply(module.graph) > 0
+        for node in module.graph.nodes if changed else ():
+            if node.target in item.operators and not node.meta.get("stack_trace"):
+                # The matcher makes new nodes without the user's source line; give them that of what they replace.
+                node.meta.update(_active.origins.get(node.args[0], {}))
+        return changed
+    finally:
+        _active.refused, _active.origins, _active.context = None, {}, None
+
+
+def _pattern(item: Override) -> Pattern:
+    with _lock:
+        known = _patterns.get(item.name)
+        if known is not None and known[0] is item:
+            return known[1]
+        assert item.reference is not None
+        assert item.example is not None
+        pattern = build_pattern(
+            item.reference, item.function, item.example(), item.scalars, functools.partial(_accepts, item)
+        )
+        _patterns[item.name] = (item, pattern)
+        return pattern
+
+
+def _accepts(item: Override, match: Match, values: dict[str, Any]) -> bool:
+    reason = item.refusal(*(fake_value(value) for value in values.values()))
+    anchor = next(n for n in reversed(match.nodes) if n.op == "call_function" and n.target is not operator.getitem)
+    if reason is None:
+        first = next(iter(values.values()))
+        _active.origins[first] = {k: anchor.meta[k] for k in ("stack_trace", "nn_module_stack") if k in anchor.meta}
+        return True
+    if getattr(_active, "refused", None) is not None:
+        _active.refused.append(declined_at(anchor, reason, _active.context))
+    return False
+
+
+def next_lowering(context: LoweringContext) -> str:
+    """The lowering that is asked after the overrides."""
+    names = [name for name in context.policy.lowerings if name in context.device.lowerings]
+    later = names[names.index("override") + 1 :] if "override" in names else names
+    return later[0] if later else "eager"
+
+
+def declined_at(
+    node: Node, reason: Reason, context: LoweringContext, *, module: str | None = None, op: str | None = None
+) -> NodePlacement:
+    """Record that an override matched at a node but was refused.
+
+    Args:
+        node: the node, or the first of a block.
+        reason: why.
+        context: where the graph comes from.
+        module: path of the block's module; the node's by default.
+        op: the block's class; the node's operator by default.
+    """
+    source, name = source_line(node), op or op_name(node)
+    located = dataclasses.replace(reason, node=f"{node.name} ({name})", source=source)
+    return NodePlacement(
+        node=node.name,
+        op=name,
+        lowering=next_lowering(context),
+        source=source,
+        module=module_path(node) if module is None else module,
+        chain=(located,),
+    )

@@ -1,0 +1,227 @@
+"""Overrides of whole blocks: before autograd, one call takes the place of everything that a module computes."""
+
+import logging
+import threading
+from operator import getitem
+from typing import Any, Final
+
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch.dynamo import CONTROL_FLOW
+from omnicomp._torch.symbols import expression
+from omnicomp.graphs import fake_value, source_line, submodules
+from omnicomp.lowerings.base import LoweringContext
+from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
+from omnicomp.lowerings.overrides.blocks import Block, find_blocks
+from omnicomp.lowerings.overrides.declaration import Function, Override, refused
+from omnicomp.lowerings.overrides.registry import enabled
+from omnicomp.lowerings.overrides.rewrite import declined_at
+from omnicomp.timeline import NodePlacement, Reason, Rewrite
+
+__all__ = ["apply_blocks", "matched_block"]
+
+log = logging.getLogger("omnicomp.overrides")
+
+_KEPT: Final = 1024
+_matched: Final[dict[tuple[str, str], Function]] = {}
+_lock: Final = threading.Lock()
+
+
+def apply_blocks(module: GraphModule, context: LoweringContext, *, training: bool) -> tuple[NodePlacement, ...]:
+    """Put the overrides of blocks into a Dynamo graph, in place.
+
+    Args:
+        module: the graph.
+        context: where it comes from.
+        training: whether it may be differentiated.
+
+    Returns:
+        The blocks that an override matched but was not put into, with its reason.
+    """
+    names = [name for name in context.policy.lowerings if name in context.device.lowerings]
+    if "override" not in names or "inductor" in names[: names.index("override")]:
+        return ()
+    items = [i for i in enabled(context.policy.disable_overrides, context.policy.overrides) if i.form == "tag"]
+    if not items:
+        return ()
+    taken: dict[Node, Override] = {}
+    refusals: list[NodePlacement] = []
+    for item in items:
+        gone: set[Node] = set()
+        # Outer blocks come first: one inside a block that was taken is gone, and is not asked about.
+        for block in _matching(item, module):
+            if block.nodes[0] in gone:
+                continue
+            try:
+                call = _replace(item, block, module, context, taken, training)
+            except Refused as refusal:
+                refusals.append(_declined(block, refusal.reason, context))
+                continue
+            except CONTROL_FLOW:
+                raise
+            except Exception as error:
+                # Nothing was changed yet: the graph is edited when all questions are answered.
+                if context.policy.on_error == "raise":
+                    raise
+                reason = raised(item, f"{block.path} can't be judged", error)
+                refusals.append(_declined(block, reason, context))
+                continue
+            if call is not None:
+                taken[call] = item
+                gone.update(block.nodes)
+        refusals += _in_regions(item, module, context)
+    if taken:
+        module.graph.lint()
+        module.recompile()
+    return tuple(refusals)
+
+
+def matched_block(item: Override, node: Node) -> Function | None:
+    """What a call of an override replaced, as a function of the call's arguments; None if it is not known any more.
+
+    Args:
+        item: an override of the tag form.
+        node: a call of its operator, before or after autograd.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    with _lock:
+        return _matched.get((item.name, next(reversed(stack), "")))
+
+
+def _matching(item: Override, module: GraphModule) -> list[Block]:
+    assert item.module is not None
+    return [block for block in find_blocks(module) if block.matches(item.module)]
+
+
+def _declined(block: Block, reason: Reason, context: LoweringContext) -> NodePlacement:
+    return declined_at(block.nodes[0], reason, context, module=block.path, op=block.cls.__name__)
+
+
+def _in_regions(item: Override, module: GraphModule, context: LoweringContext) -> list[NodePlacement]:
+    """Blocks inside the graphs that higher-order operators call: what is a parameter can't be told there."""
+    found: list[NodePlacement] = []
+    for region in submodules(module):
+        for block in _matching(item, region):
+            sentence = f"the block {block.path} is in a region of a higher-order operator, such as a checkpoint"
+            reason = refused(item, sentence, lever="call the module outside of the region")
+            found.append(_declined(block, reason, context))
+        found += _in_regions(item, region, context)
+    return found
+
+
+def _replace(
+    item: Override,
+    block: Block,
+    module: GraphModule,
+    context: LoweringContext,
+    taken: dict[Node, Override],
+    training: bool,
+) -> Node | None:
+    """Put the override's call in the place of a block.
+
+    Returns:
+        The call; None if another override has the block or a part of it.
+
+    Raises:
+        Refused: the block is left as it is.
+    """
+    winner = next((taken[node] for node in block.nodes if node in taken), None)
+    if winner is not None:
+        order = "of equal priority, registered later" if winner.priority == item.priority else "of lower priority"
+        log.info("%s goes to the override %s; %s, %s, is left out", block.path, winner.name, item.name, order)
+        return None
+    arguments, value = admit(item, block, context, training=training)
+    _keep(item, block, module, arguments)
+    return _insert(item, block, context, arguments, value)
+
+
+def _keep(item: Override, block: Block, module: GraphModule, arguments: dict[str, Node]) -> None:
+    """Keep the block as a function, for `matched_block`."""
+    sources = [_source_of(node, arguments) for node in block.inputs]
+    if None in sources:
+        return
+    graph = block.extract(module)
+    names = [argument.name for argument in item.operators[0]._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = [values[s[0]] if s[1] is None else values[s[0]].shape[s[1]] for s in sources if s is not None]
+        results = graph(*given)
+        return results[0] if len(results) == 1 else results
+
+    with _lock:
+        _matched[item.name, block.key] = call
+        while len(_matched) > _KEPT:
+            del _matched[next(iter(_matched))]
+
+
+def _source_of(node: Node, arguments: dict[str, Node]) -> tuple[str, int | None] | None:
+    """The argument that has the value of an input, or the argument and dimension whose size it is."""
+    for name, argument in arguments.items():
+        if node is argument:
+            return name, None
+    wanted = expression(fake_value(node))
+    for name, argument in arguments.items():
+        for dimension, size in enumerate(getattr(fake_value(argument), "shape", ())):
+            if not isinstance(wanted, int) and expression(size) == wanted:
+                return name, dimension
+    return None
+
+
+def _dependents(block: Block) -> list[Node]:
+    """The nodes between the block's own that need its values, in program order."""
+    late: dict[Node, None] = {}
+    for node in block.between:
+        if any(source in block.members or source in late for source in node.all_input_nodes):
+            late[node] = None
+    return list(late)
+
+
+def _stack_to(block: Block) -> dict[str, Any]:
+    """The modules that are being called where the block is, itself the last."""
+    stack: dict[str, Any] = {}
+    for key, entry in block.nodes[0].meta["nn_module_stack"].items():
+        stack[key] = entry
+        if key == block.key:
+            break
+    return stack
+
+
+def _insert(item: Override, block: Block, context: LoweringContext, arguments: dict[str, Node], value: Any) -> Node:
+    """Exchange the block for a call behind its last node; what stands between and needs the block goes behind that."""
+    graph, last = block.nodes[0].graph, block.nodes[-1]
+    args, kwargs = call_arguments(item, arguments)
+    meta = {k: v for k, v in block.nodes[0].meta.items() if k == "stack_trace"}
+    meta["nn_module_stack"] = _stack_to(block)
+    late = _dependents(block)
+    with graph.inserting_after(last):
+        call = graph.call_function(item.operators[0], args, kwargs)
+    call.meta.update(meta, example_value=value)
+    new, cursor = [call], call
+    if isinstance(value, (tuple, list)):
+        new = []
+        for index, result in enumerate(value):  # type: ignore[arg-type]
+            with graph.inserting_after(cursor):
+                cursor = graph.call_function(getitem, (call, index))
+            cursor.meta.update(meta, example_value=result)
+            new.append(cursor)
+    for node in late:
+        cursor.append(node)
+        cursor = node
+    for old, replacement in zip(block.outputs, new, strict=True):
+        old.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in block.members)
+    for node in reversed(block.nodes):
+        graph.erase_node(node)
+    context.timeline.append(
+        Rewrite(
+            graph=context.graph_id,
+            name=item.name,
+            kind="block",
+            node=call.name,
+            source=source_line(call),
+            module=block.path,
+            target=str(item.operators[0]),
+            detail=f"{len(block.nodes)} nodes of {block.cls.__name__}",
+        )
+    )
+    return call
