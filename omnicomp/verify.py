@@ -6,24 +6,23 @@ its sums costs. `torch._dynamo.utils.same` judges alike; here the errors are kep
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import boxed, copy_module
+from omnicomp._torch.writes import write_targets
 from omnicomp.errors import LoweringError
 from omnicomp.graphs import op_name
 from omnicomp.localize import first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.retreat import draws_random_numbers
+from omnicomp.retreat import Boxed, draws_random_numbers
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
 
 __all__ = ["Verifier", "in_precision"]
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
 
 _DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 # How much farther off than eager a result may be: kernels sum in another order, which may be a less lucky one.
@@ -207,15 +206,8 @@ def _error(value: torch.Tensor, true: torch.Tensor) -> float:
 def _changed_inputs(module: GraphModule) -> frozenset[int]:
     """Which inputs the graph writes to."""
     inputs = {node: index for index, node in enumerate(module.graph.find_nodes(op="placeholder"))}
-    found: set[int] = set()
-    for node in module.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and value in inputs:
-                found.add(inputs[value])
-    return frozenset(found)
+    written = (target for node in module.graph.nodes for target in write_targets(node))
+    return frozenset(inputs[target] for target in written if target in inputs)
 
 
 def _copy(value: Any, dtype: torch.dtype | None = None) -> Any:

@@ -15,7 +15,6 @@ __all__ = [
     "breaks_inside_modules",
     "functions_of",
     "has_backward",
-    "is_custom_op",
     "mutated_arguments",
     "operator_of",
     "python_function",
@@ -24,11 +23,6 @@ __all__ = [
 
 # Under these keys a derivative is registered; a composite operator is differentiated through its body.
 _AUTOGRAD_KEYS: Final = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
-
-
-def is_custom_op(value: Any) -> bool:
-    """Whether a value is what `torch.library.custom_op` or `triton_op` returns."""
-    return isinstance(value, custom_ops.CustomOpDef)
 
 
 def operator_of(value: Any) -> OpOverload | None:
