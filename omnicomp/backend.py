@@ -5,49 +5,37 @@ and what to do if that fails. Where a pass assumed something of the inputs, ther
 """
 
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
 from omnicomp import passes
 from omnicomp._torch import aot, dynamo, faults, folding, inductor, late, partition
 from omnicomp._torch.fx import copy_module
-from omnicomp.costs import known_sizes
-from omnicomp.devices import Device, get_device, primary_device
+from omnicomp.capture import CapturedGraph, capture_graph
 from omnicomp.errors import CompilerFaultError, OmnicompError
-from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
 from omnicomp.ladder import build_part
 from omnicomp.localize import first_line
-from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.lowerings.overrides.tag import apply_blocks
 from omnicomp.notices import notify
 from omnicomp.once import Once
 from omnicomp.options import Policy, parse
 from omnicomp.passes.base import PassContext, run_pipeline
-from omnicomp.passes.base import digest as passes_digest
-from omnicomp.records import distinct, replay
+from omnicomp.records import replay
 from omnicomp.speculation import Assumption
 from omnicomp.timeline import (
     Attempt,
     Cache,
-    Capture,
     Event,
-    NodePlacement,
     Option,
     Ran,
     Reason,
     Retreat,
     Speculation,
     Timeline,
-    attach,
     current,
 )
 from omnicomp.variants import ASSUMED, GENERAL, Checks, Variant, Variants
@@ -81,7 +69,7 @@ def omni(
     except OmnicompError as error:
         raise dynamo.user_error(error) from None
     with dynamo.compile_lock:
-        graph = _override_blocks(gm, _capture(gm, example_inputs, policy, options))
+        graph = _override_blocks(gm, capture_graph(gm, example_inputs, policy, options))
         original = copy_module(gm)
         passed = _run_passes(gm, graph, speculate=_may_speculate(policy))
         if passed.assumptions:
@@ -97,96 +85,7 @@ def reset() -> None:
 omni.reset = reset  # type: ignore[attr-defined]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Graph:
-    """A captured graph on its way through the backend."""
-
-    id: str
-    device: Device
-    policy: Policy
-    training: bool
-    digest: str
-    modules: tuple[str, ...]
-    sources: tuple[str, ...]
-    sizes: dict[str, int]
-    capture: Capture
-    declined: tuple[NodePlacement, ...] = ()
-
-    def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
-        """What the lowerings may know about one part."""
-        return LoweringContext(
-            graph_id=self.id,
-            part=part,
-            device=self.device,
-            policy=self.policy,
-            timeline=current(),
-            inductor_kwargs=dict(inductor_kwargs),
-            digest=self.digest,
-            modules=self.modules,
-            sources=self.sources,
-            sizes=self.sizes,
-            declined=self.declined,
-        )
-
-
-def _capture(gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Mapping[str, Any] | None) -> _Graph:
-    """Record the graph and choose its device."""
-    timeline = current()
-    attach(timeline, None)
-    if policy.timeline is not None:
-        attach(timeline, policy.timeline)
-    nodes = list(all_nodes(gm))
-    tensors = [v for v in tree_leaves([fake_value(n) for n in nodes]) if isinstance(v, torch.Tensor)]
-    tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
-    device = primary_device(t.device.type for t in tensors) if policy.device == "auto" else get_device(policy.device)
-    training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
-    id = timeline.next_graph()
-    graph = _Graph(
-        id=id,
-        device=device,
-        policy=policy,
-        training=training,
-        digest=_digest(policy, device),
-        modules=distinct(map(module_path, nodes)),
-        sources=distinct(map(source_line, nodes)),
-        sizes=known_sizes(inputs),
-        capture=Capture(
-            graph=id,
-            compile_id=dynamo.compile_id(),
-            function=function_name(nodes),
-            nodes=call_count(gm),
-            device=device.type,
-            training=training,
-            dynamic=any(isinstance(v, torch.SymInt) for v in inputs),
-            mode=policy.mode,
-            options=dict(options or {}),
-            versions={"torch": torch.__version__, "omnicomp": version()},
-        ),
-    )
-    timeline.append(graph.capture)
-    if inductor.freezing_requested(policy.inductor):
-        _record_freezing(graph)
-    return graph
-
-
-def _record_freezing(graph: _Graph) -> None:
-    current().append(
-        Option(
-            graph=graph.id,
-            key="freezing",
-            requested="True",
-            effective="False",
-            reason=Reason(
-                code="option_ineffective",
-                by="dynamo",
-                sentence="Dynamo decides on freezing from the global config while it traces, before options are read",
-                lever="set torch._inductor.config.freezing = True before the first call, under torch.no_grad()",
-            ),
-        )
-    )
-
-
-def _override_blocks(gm: GraphModule, graph: _Graph) -> _Graph:
+def _override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
     """Put overrides in the place of whole modules, before the passes change those and before variants part."""
     if "override" in graph.policy.lowerings:
         for name, error in overrides.broken().items():
@@ -194,7 +93,7 @@ def _override_blocks(gm: GraphModule, graph: _Graph) -> _Graph:
     return dataclasses.replace(graph, declined=apply_blocks(gm, graph.context("", {}), training=graph.training))
 
 
-def _record_broken(graph: _Graph, name: str, error: str) -> None:
+def _record_broken(graph: CapturedGraph, name: str, error: str) -> None:
     current().append(
         Option(
             graph=graph.id,
@@ -226,7 +125,7 @@ class _Passed:
     events: tuple[Event, ...]
 
 
-def _run_passes(gm: GraphModule, graph: _Graph, *, speculate: bool) -> _Passed:
+def _run_passes(gm: GraphModule, graph: CapturedGraph, *, speculate: bool) -> _Passed:
     """Run the pipeline; a pass that raises costs its rewrites, not the user's program."""
     # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
     reported = Timeline()
@@ -262,7 +161,9 @@ def _may_speculate(policy: Policy) -> bool:
     return policy.speculate and late.is_tracing() and not inductor.freezing(policy.inductor)
 
 
-def _with_variants(passed: _Passed, original: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Callable[..., Any]:
+def _with_variants(
+    passed: _Passed, original: GraphModule, inputs: Sequence[Any], graph: CapturedGraph
+) -> Callable[..., Any]:
     """A variant that is right where the assumptions hold, and a general one; each compiled when a call needs it."""
     try:
         scene = late.keep_scene(inputs)
@@ -291,7 +192,7 @@ def _with_variants(passed: _Passed, original: GraphModule, inputs: Sequence[Any]
         current().append(dataclasses.replace(general.capture, graph=general.id))
         return build(lambda: _run_passes(original, general, speculate=False), general, after_dynamo)
 
-    def build(make: Callable[[], _Passed], variant: _Graph, after_dynamo: bool) -> Callable[..., Any]:
+    def build(make: Callable[[], _Passed], variant: CapturedGraph, after_dynamo: bool) -> Callable[..., Any]:
         if not after_dynamo:
             return _build(make(), inputs, variant)
         compiled, sizes = late.compile_late(scene, lambda fakes: _build(make(), fakes, variant, after_dynamo=True))
@@ -310,7 +211,7 @@ def _with_variants(passed: _Passed, original: GraphModule, inputs: Sequence[Any]
 
 
 def _within_sizes(
-    compiled: Callable[..., Any], eager: Callable[..., Any], sizes: late.SizeGuards, graph: _Graph
+    compiled: Callable[..., Any], eager: Callable[..., Any], sizes: late.SizeGuards, graph: CapturedGraph
 ) -> Callable[..., Any]:
     """Call what was compiled where it is right, and the graph itself for other sizes, which Dynamo's guards let in."""
     compiler = "inductor" if _uses_inductor(graph) else "autograd"
@@ -332,7 +233,9 @@ def _within_sizes(
     return call
 
 
-def _build(passed: _Passed, inputs: Sequence[Any], graph: _Graph, *, after_dynamo: bool = False) -> Callable[..., Any]:
+def _build(
+    passed: _Passed, inputs: Sequence[Any], graph: CapturedGraph, *, after_dynamo: bool = False
+) -> Callable[..., Any]:
     """Compile a graph behind the passes, or answer for the compiler's failure.
 
     Args:
@@ -363,7 +266,7 @@ def _build(passed: _Passed, inputs: Sequence[Any], graph: _Graph, *, after_dynam
     return compiled
 
 
-def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
+def _compile(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Any:
     """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed."""
 
     def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -396,7 +299,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: _Graph) -> Any:
     return compiled
 
 
-def _record_graph_break(graph: _Graph, error: Exception) -> None:
+def _record_graph_break(graph: CapturedGraph, error: Exception) -> None:
     """Dynamo takes the graph back, breaks it, and hands over the pieces as graphs of their own."""
     reason = Reason(
         code="capture_failed",
@@ -407,7 +310,7 @@ def _record_graph_break(graph: _Graph, error: Exception) -> None:
     _record_retreat(graph, "capture", "graph break", reason)
 
 
-def _record_retreat(graph: _Graph, source: str, target: str, reason: Reason) -> None:
+def _record_retreat(graph: CapturedGraph, source: str, target: str, reason: Reason) -> None:
     """Record that the whole graph moved from one way of going on to another."""
     current().append(
         Retreat(
@@ -421,13 +324,13 @@ def _record_retreat(graph: _Graph, source: str, target: str, reason: Reason) -> 
     )
 
 
-def _uses_inductor(graph: _Graph) -> bool:
+def _uses_inductor(graph: CapturedGraph) -> bool:
     policy = graph.policy
     asked = "inductor" in policy.lowerings or any("inductor" in rule.lowerings for rule in policy.rules)
     return asked and "inductor" in graph.device.lowerings
 
 
-def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
+def _retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) -> Any:
     """Run the graph as the passes left it, through torch's dispatcher."""
     compiler = "inductor" if _uses_inductor(graph) else "autograd"
     reason = Reason(
@@ -450,7 +353,7 @@ def _retreat_to_eager(gm: GraphModule, graph: _Graph, error: Exception) -> Any:
     return dynamo.disable(run, reason="omnicomp runs this graph eagerly")
 
 
-def _record_eager(graph: _Graph, compiler: str, reason: Reason) -> Once:
+def _record_eager(graph: CapturedGraph, compiler: str, reason: Reason) -> Once:
     """Record that the whole graph moved to eager; what is returned records that it ran there."""
     timeline = current()
     _record_retreat(graph, compiler, "eager", reason)
@@ -458,41 +361,3 @@ def _record_eager(graph: _Graph, compiler: str, reason: Reason) -> Once:
     timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
     ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
     return Once(lambda: timeline.append(ran))
-
-
-def _digest(policy: Policy, device: Device) -> str:
-    """Hash of everything of ours that changes generated code, for the keys of the compile caches."""
-    parts = (
-        package_digest(),
-        sorted(policy.digest_parts().items()),
-        device.type,
-        passes_digest(passes.PIPELINE),
-        overrides.digest(policy.disable_overrides, policy.overrides),
-    )
-    return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
-
-
-@functools.cache
-def version() -> str:
-    """Version of the installed package, or `checkout` if it is not installed."""
-    try:
-        return importlib.metadata.version("omnicomp")
-    except importlib.metadata.PackageNotFoundError:
-        return "checkout"
-
-
-@functools.cache
-def package_digest() -> str:
-    """Hash of omnicomp's version and sources: an edited checkout never meets the artefacts of the old one.
-
-    The views (audit, cli) are left out: they read what was compiled and change nothing of it.
-    """
-    value = hashlib.sha256(version().encode())
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in ("audit", "cli"):
-            continue
-        value.update(str(relative).encode())
-        value.update(path.read_bytes())
-    return value.hexdigest()

@@ -1,0 +1,156 @@
+"""A captured graph: its id, its device, and the digest that the compile caches know it by."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from omnicomp import passes
+from omnicomp._torch import dynamo, inductor
+from omnicomp.costs import known_sizes
+from omnicomp.devices import Device, get_device, primary_device
+from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
+from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.options import Policy
+from omnicomp.passes.base import digest as passes_digest
+from omnicomp.records import distinct
+from omnicomp.timeline import Capture, NodePlacement, Option, Reason, attach, current
+
+__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "package_digest", "version"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CapturedGraph:
+    """A captured graph on its way through the backend."""
+
+    id: str
+    device: Device
+    policy: Policy
+    training: bool
+    digest: str
+    modules: tuple[str, ...]
+    sources: tuple[str, ...]
+    sizes: dict[str, int]
+    capture: Capture
+    declined: tuple[NodePlacement, ...] = ()
+
+    def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
+        """What the lowerings may know about one part."""
+        return LoweringContext(
+            graph_id=self.id,
+            part=part,
+            device=self.device,
+            policy=self.policy,
+            timeline=current(),
+            inductor_kwargs=dict(inductor_kwargs),
+            digest=self.digest,
+            modules=self.modules,
+            sources=self.sources,
+            sizes=self.sizes,
+            declined=self.declined,
+        )
+
+
+def capture_graph(
+    gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Mapping[str, Any] | None
+) -> CapturedGraph:
+    """Record the graph and choose its device."""
+    timeline = current()
+    attach(timeline, None)
+    if policy.timeline is not None:
+        attach(timeline, policy.timeline)
+    nodes = list(all_nodes(gm))
+    tensors = [v for v in tree_leaves([fake_value(n) for n in nodes]) if isinstance(v, torch.Tensor)]
+    tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
+    device = primary_device(t.device.type for t in tensors) if policy.device == "auto" else get_device(policy.device)
+    training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+    id = timeline.next_graph()
+    graph = CapturedGraph(
+        id=id,
+        device=device,
+        policy=policy,
+        training=training,
+        digest=graph_digest(policy, device),
+        modules=distinct(map(module_path, nodes)),
+        sources=distinct(map(source_line, nodes)),
+        sizes=known_sizes(inputs),
+        capture=Capture(
+            graph=id,
+            compile_id=dynamo.compile_id(),
+            function=function_name(nodes),
+            nodes=call_count(gm),
+            device=device.type,
+            training=training,
+            dynamic=any(isinstance(v, torch.SymInt) for v in inputs),
+            mode=policy.mode,
+            options=dict(options or {}),
+            versions={"torch": torch.__version__, "omnicomp": version()},
+        ),
+    )
+    timeline.append(graph.capture)
+    if inductor.freezing_requested(policy.inductor):
+        _record_freezing(graph)
+    return graph
+
+
+def _record_freezing(graph: CapturedGraph) -> None:
+    current().append(
+        Option(
+            graph=graph.id,
+            key="freezing",
+            requested="True",
+            effective="False",
+            reason=Reason(
+                code="option_ineffective",
+                by="dynamo",
+                sentence="Dynamo decides on freezing from the global config while it traces, before options are read",
+                lever="set torch._inductor.config.freezing = True before the first call, under torch.no_grad()",
+            ),
+        )
+    )
+
+
+def graph_digest(policy: Policy, device: Device) -> str:
+    """Hash of everything of ours that changes generated code, for the keys of the compile caches."""
+    parts = (
+        package_digest(),
+        sorted(policy.digest_parts().items()),
+        device.type,
+        passes_digest(passes.PIPELINE),
+        overrides.digest(policy.disable_overrides, policy.overrides),
+    )
+    return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
+
+
+@functools.cache
+def version() -> str:
+    """Version of the installed package, or `checkout` if it is not installed."""
+    try:
+        return importlib.metadata.version("omnicomp")
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"
+
+
+@functools.cache
+def package_digest() -> str:
+    """Hash of omnicomp's version and sources: an edited checkout never meets the artefacts of the old one.
+
+    The views (audit, cli) are left out: they read what was compiled and change nothing of it.
+    """
+    value = hashlib.sha256(version().encode())
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] in ("audit", "cli"):
+            continue
+        value.update(str(relative).encode())
+        value.update(path.read_bytes())
+    return value.hexdigest()
