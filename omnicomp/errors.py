@@ -10,12 +10,14 @@ from collections.abc import Iterable
 __all__ = [
     "CompilerFaultError",
     "DeviceError",
+    "LegaliseError",
     "LoweringError",
     "OmnicompError",
     "OptionError",
     "OverrideError",
     "PassError",
     "TimelineError",
+    "WrongResultError",
     "nearest",
 ]
 
@@ -30,6 +32,10 @@ class OptionError(OmnicompError, ValueError):
 
 class DeviceError(OmnicompError):
     """A device was named that is unknown or not available here."""
+
+
+class LegaliseError(OmnicompError):
+    """A graph needs a dtype that the device lacks, and no other may take its place."""
 
 
 class PassError(OmnicompError):
@@ -50,6 +56,10 @@ class CompilerFaultError(OmnicompError):
 
 class TimelineError(OmnicompError):
     """A timeline file can't be read: it is missing, not JSON Lines, or of a newer schema."""
+
+
+class WrongResultError(OmnicompError):
+    """What was built of some nodes computes something else than eager, beyond what rounding explains."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -57,3 +57,9 @@ def test_a_printed_expression_has_the_hint_of_the_expression() -> None:
 def test_bytes() -> None:
     size, hint = size_of([torch.rand(3, 4), torch.ones(2, dtype=torch.int64), 3])
     assert (size, hint) == (sympy.Integer(64), 64)
+
+
+def test_ragged_sizes_of_nested_tensors_have_no_number() -> None:
+    nested = torch.nested.nested_tensor([torch.rand(2, 4), torch.rand(3, 4)], layout=torch.jagged)
+    compiled = torch.compile(lambda x: x.sin() * 2, backend="omni", options={"lowerings": ["eager"]})
+    torch.testing.assert_close(compiled(nested).values(), nested.values().sin() * 2)

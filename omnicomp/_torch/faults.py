@@ -10,39 +10,61 @@ from typing import Any, Final
 import torch
 import torch._dynamo  # pyright: ignore[reportUnusedImport]  # the next line can't be imported before it
 from torch._functorch._aot_autograd import runtime_wrappers
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+from torch._library.utils import zip_schema
 from torch.fx import GraphModule, Node
 
-from omnicomp.errors import CompilerFaultError
-from omnicomp.graphs import all_nodes, source_line
+from omnicomp.graphs import all_nodes, submodules
 
-__all__ = ["refuse_known_faults", "return_inputs_of_dropout", "unobserved_first_call"]
+__all__ = [
+    "read_before_written",
+    "return_inputs_of_dropout",
+    "unobserved_first_call",
+    "write_to_out",
+]
 
-_RESTRIDES: Final = ("as_strided_",)
 _LOSES_OUT: Final = ("linalg_matrix_rank",)
+_WITHOUT_RULE: Final = ("polygamma_",)
+_WHENCE: Final = ("stack_trace", "nn_module_stack", "source_fn_stack")
 _DROPOUTS: Final = (torch.nn.functional.dropout, torch.dropout, torch.ops.aten.dropout.default)
 _BUILTIN: Final = ("aten", "prim", "prims")
 
 
-def refuse_known_faults(module: GraphModule, *, training: bool) -> None:
-    """Raise for a Dynamo graph whose results AOTAutograd gets wrong.
+def write_to_out(module: GraphModule) -> None:
+    """Write results by a copy of their own where AOTAutograd does not write them, in a Dynamo graph.
 
-    Args:
-        module: the graph.
-        training: whether it will be differentiated.
-
-    Raises:
-        CompilerFaultError: it holds such an operator.
+    `linalg.matrix_rank(x, out=y)` leaves `y` as it was. That `y` has the result's shape is known: Dynamo breaks the
+    graph where an `out` would be resized. `polygamma_` is refused, with the whole graph.
     """
-    for node in all_nodes(module):
-        name = _name(node)
-        if training and name in _RESTRIDES:
-            fault = "the gradient of as_strided_ where positions share memory"
-        elif name in _LOSES_OUT and node.kwargs.get("out") is not None:
-            fault = f"{name} with out=, whose result it does not write there"
-        else:
+    changed = False
+    for node in list(all_nodes(module)):
+        in_place = node.op == "call_method" and node.target in _WITHOUT_RULE
+        out = node.args[0] if in_place else node.kwargs.get("out") if _name(node) in _LOSES_OUT else None
+        if not isinstance(out, Node):
             continue
-        where = f" at {source_line(node)}" if source_line(node) else ""
-        raise CompilerFaultError(f"AOTAutograd is known to be wrong about {fault}{where}; the graph runs eager")
+        target, args = node.target, node.args
+        with node.graph.inserting_before(node):
+            if in_place:
+                # The gradient is that of what is overwritten.
+                target, args = str(target).removesuffix("_"), (node.graph.call_method("clone", (out,)), *args[1:])
+            others = {name: value for name, value in node.kwargs.items() if name != "out"}
+            result = node.graph.create_node(node.op, target, args, others)
+            written = node.graph.call_method("copy_", (out, result))
+        for new in (result, written):
+            new.meta.update({key: node.meta[key] for key in _WHENCE if key in node.meta})
+        node.replace_all_uses_with(written)
+        node.graph.erase_node(node)
+        changed = True
+    if changed:
+        _recompile(module)
+
+
+def _recompile(module: GraphModule) -> None:
+    """Generate the code anew, also that of the graphs which higher-order operators call."""
+    for child in submodules(module):
+        _recompile(child)
+    module.recompile()
 
 
 def _name(node: Node) -> str:
@@ -101,6 +123,41 @@ def unobserved_first_call(module: GraphModule) -> Generator[None]:
         yield
     finally:
         context.__init__ = original
+
+
+@contextlib.contextmanager
+def read_before_written() -> Generator[None]:
+    """While Inductor lowers a graph: what reads a tensor before an operator changes it is also computed before that.
+
+    Inductor computes pointwise results when they are needed, and those that read a tensor when something writes to it.
+    For operators that it only calls, it does the second after it has put the call on its list, so that the readers come
+    behind the call: `a = b * 2; custom_op_(b)` makes `a` of what the operator left in `b`. Torch 2.11 to 2.13.
+    """
+    kernels: Any = ir.FallbackKernel
+    original = kernels.__init__
+
+    def init(self: Any, layout: Any, kernel: Any, tensor_args: Any, rest: Any, unflatten: Any, *more: Any, **kw: Any):
+        if isinstance(kernel, torch._ops.OpOverload) and kernel._schema.is_mutable:
+            for name in _names_written(kernel, *unflatten(tensor_args, rest)):
+                for reader in V.graph.name_to_users.get(name, ()):
+                    reader.realize()
+        original(self, layout, kernel, tensor_args, rest, unflatten, *more, **kw)
+
+    # The compile lock is held, so nothing else is compiled meanwhile.
+    kernels.__init__ = init
+    try:
+        yield
+    finally:
+        kernels.__init__ = original
+
+
+def _names_written(operator: Any, args: Any, kwargs: Any) -> Generator[str]:
+    """Names of the buffers that an operator writes to, among Inductor's nodes that it is called with."""
+    for argument, value in zip_schema(operator._schema, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for leaf in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(leaf, ir.IRNode):
+                    yield leaf.get_name()
 
 
 def _is_custom(node: Node) -> bool:

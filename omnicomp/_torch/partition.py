@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from omnicomp._torch.writes import is_view, positions_written, root, write_targets
+from omnicomp.errors import CompilerFaultError
 
-__all__ = ["KeepWritten", "config_patches", "partition", "written_inputs"]
+__all__ = ["KeepWritten", "config_patches", "partition", "written_in_backward", "written_inputs"]
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
@@ -75,6 +76,10 @@ def partition(
     weighs the copy against what was computed from it. Copies that it does not save are taken out of the forward again.
     A graph without such writes goes to `inner` as it is.
 
+    A graph whose backward writes to an input is refused. What its backward reads of that input is what the tensor holds
+    by then, which no split of the graph can give: it saves, or recomputes from, what the forward read, and a second
+    backward reads that again.
+
     What a checkpointed region reads is left alone: eager recomputes it from what the tensor holds by then, too.
 
     Args:
@@ -86,7 +91,16 @@ def partition(
 
     Returns:
         The forward, whose outputs beyond `num_fwd_outputs` are what is saved, and the backward.
+
+    Raises:
+        CompilerFaultError: the backward writes to an input.
     """
+    late = next(iter(written_in_backward(gm.graph)), None)
+    if late is not None:
+        raise CompilerFaultError(
+            f"AOTAutograd is known to be wrong about a backward that writes to an input ({late.name}): a second one "
+            "does not read what the first one wrote; the graph runs eager"
+        )
     copies = _read_copies(gm.graph, written_inputs(gm.graph, num_fwd_outputs))
     if copies:
         gm.recompile()
@@ -126,6 +140,25 @@ def written_inputs(graph: Graph, num_fwd_outputs: int) -> list[Node]:
         if target is not None:
             written[target] = None
     return [node for node in written if node not in resized]
+
+
+def written_in_backward(graph: Graph) -> list[Node]:
+    """The placeholders of a joint graph that its backward writes to: tensors of the program, not its own gradients.
+
+    A tensor whose storage is resized in the graph is left out, as in `written_inputs`.
+
+    Args:
+        graph: the joint graph.
+    """
+    written: dict[Node, None] = {}
+    resized: set[Node] = set()
+    for node in graph.nodes:
+        for target in write_targets(node):
+            if node.target is torch.ops.inductor.resize_storage_bytes_.default:
+                resized.add(target)
+            elif node.meta.get("partitioner_tag") in _BACKWARD_TAGS:
+                written[target] = None
+    return [node for node in written if node not in resized and not node.name.startswith("tangents_")]
 
 
 def _read_copies(graph: Graph, written: Iterable[Node]) -> list[Node]:
