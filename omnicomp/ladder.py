@@ -5,33 +5,38 @@ The usual case comes first and costs nothing extra: a graph that goes wholly to 
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from omnicomp import fallbacks
 from omnicomp._torch import inductor
 from omnicomp._torch.dynamo import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
+from omnicomp._torch.lookups import Lookup
 from omnicomp.costs import size_of
 from omnicomp.errors import LoweringError
-from omnicomp.localize import Budget, find_failing, first_line
+from omnicomp.graphs import fake_value
+from omnicomp.last_resort import run_eagerly
+from omnicomp.localize import Prober, find_failing, first_line
 from omnicomp.lowerings import LOWERINGS, Executable, Lowering, LoweringContext, in_order
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
+from omnicomp.lowerings.override import put_references
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.once import Once
 from omnicomp.partition import Piece, extract, gather_getitems, stitch
 from omnicomp.placement import Plan, Run, place
 from omnicomp.records import PartRecord
-from omnicomp.retreat import Guard, obstacle, recorded_as_cudagraph
-from omnicomp.timeline import NodePlacement, Ran, Reason, Retreat
+from omnicomp.retreat import Guard, drawing_devices, obstacle, recorded_as_cudagraph
+from omnicomp.setbacks import Setbacks
+from omnicomp.suspects import Suspects
+from omnicomp.timeline import NodePlacement, Reason, Retreat
 from omnicomp.verify import Verifier
+from omnicomp.witness import Witness
 
 __all__ = ["build_part"]
-
-# Of what was saved for a backward, this much is held until its call has returned, so that it can be repeated.
-_HELD_BYTES: Final = 64 * 2**20
 
 
 def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Any:
@@ -48,14 +53,16 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
     Raises:
         LoweringError: a node is left that no lowering can build.
     """
-    return _Builder(module, inputs, context).build()
-
-
-@dataclasses.dataclass
-class _Stage:
-    """A piece's callable, reached through one attribute, so that the recording of its first call can remove itself."""
-
-    call: Callable[[list[Any]], Sequence[Any]]
+    # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
+    plain = copy_module(module)
+    try:
+        return _Builder(module, inputs, context).build(plain)
+    except CONTROL_FLOW:
+        raise
+    except Exception as error:
+        if context.policy.on_error == "raise":
+            raise
+        return run_eagerly(plain, inputs, context, error)
 
 
 class _Builder:
@@ -68,15 +75,20 @@ class _Builder:
         self._lowerings = in_order(context.policy.lowerings, context.device.lowerings)
         self._cut: dict[str, Reason] = {}
         self._boundaries: frozenset[str] = frozenset()
-        self._budget = Budget(context.policy.max_builds)
+        self._prober = Prober(self._try, context.policy.max_builds)
+        self._setbacks = Setbacks(module, context)
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
 
-    def build(self) -> Any:
+    def build(self, plain: GraphModule) -> Any:
         names = [lowering.name for lowering in self._lowerings]
-        # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
-        plain = copy_module(self._module)
         refused = self._override(names)
+        known = self._setbacks.known()
+        if known is not None:
+            self._cut.update(known.cut)
+            self._boundaries |= known.boundaries
         plan = self._place()
+        if known is not None:
+            self._record_narrowed(plan, known.cut, "as is known from an earlier process", known.scripts)
         record = PartRecord(self._module, plan, refused, self._context, names)
         if not plan.runs:
             record.emit_empty()
@@ -87,7 +99,7 @@ class _Builder:
             except CONTROL_FLOW:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
-                self._module = plain
+                self._module = copy_module(plain)
                 refused = self._override(names)
                 gather_getitems(self._module)
                 plan = self._narrow(self._place().runs[0], error)
@@ -104,66 +116,98 @@ class _Builder:
 
     def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
         start = time.perf_counter()
-        before = inductor.cache_counters()
-        compiled = inductor.compile_part(self._module, self._inputs, record.dumps(), **self._context.inductor_kwargs)
+        lookups: list[Lookup] = []
+        fallback = fallbacks.dumps(plain, self._inputs)
+        compiled = inductor.compile_part(
+            self._module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
+        )
         record.emit(time.perf_counter() - start, inductor.artefact_path(compiled))
-        record.emit_cache(before, compiled)
+        record.emit_cache(lookups)
         if not isinstance(compiled, inductor.CompiledFxGraph):
             return compiled
         guard: Guard | None = None
         if self._context.policy.on_error != "raise":
             written = inductor.overwritten_inputs(compiled)
-            guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written)
+            held = self._inputs if self._context.part == "backward" else ()
+            guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written, held)
             inductor.exchange_callable(compiled, lambda _: guard.boxed())
 
-        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0))
+        written = inductor.overwritten_inputs(compiled)
+        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0), written)
         if verifier is not None:
             inductor.exchange_callable(compiled, verifier.around)
 
+        path, repeatable = inductor.generated_python(compiled), obstacle(plain) is None
+        witness = Witness(self._context, "inductor", record.calls(0), path=path, repeatable=repeatable)
+
         def ran() -> None:
             if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
-                record.emit_ran(_with_verdict(executable(compiled), verifier))
+                record.emit_ran(_with_verdict(executable(compiled), verifier), witness)
 
-        inductor.call_once_before_restoring(compiled, ran)
+        inductor.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
         return compiled
 
-    def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str) -> Verifier | None:
+    def _verifier(
+        self, module: GraphModule, inputs: Sequence[Any], subgraph: str, overwritten: frozenset[str]
+    ) -> Verifier | None:
         """What compares an Inductor executable with eager, if that is asked for."""
         context = self._context
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
-        if context.policy.verify == "off" or recorded:
+        if context.policy.verify not in ("first", "always") or recorded:
             return None
-        return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering="inductor")
+        suspects = Suspects(module, inputs, context, self._setbacks, overwritten)
+        return Verifier(
+            module=module, inputs=inputs, context=context, subgraph=subgraph, lowering="inductor", suspects=suspects
+        )
 
     def _guard(
-        self, module: GraphModule, inputs: Sequence[Any], subgraph: str, call: Any, overwritten: frozenset[str]
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        subgraph: str,
+        call: Any,
+        overwritten: frozenset[str],
+        held: Sequence[Any],
+        lowering: str = "inductor",
     ) -> Guard:
-        """What steps down from Inductor to eager if a call raises, where that is safe."""
+        """What steps down to eager if a call raises, where that is safe; there, overrides are their references.
+
+        `held` are the inputs that nobody else would hold during a call: what was saved for a backward, and what an
+        earlier subgraph computed.
+        """
         context = self._context
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         return Guard(
             call=call,
             inputs=names,
-            build=lambda: EagerLowering().lower(module, inputs, context),
+            build=lambda: EagerLowering().lower(put_references(copy_module(module)), inputs, context),
             overwritten=overwritten & set(names),
-            obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module),
+            obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module, context.part),
+            draws=drawing_devices(module),
             context=context,
             subgraph=subgraph,
-            lowering="inductor",
-            keep_inputs=context.part != "backward" or 0 <= size_of(inputs)[1] <= _HELD_BYTES,
+            lowering=lowering,
+            keep_inputs=0 <= size_of(held)[1] <= fallbacks.HELD_BYTES,
         )
 
     def _narrow(self, run: Run, error: Exception) -> Plan:
         """Learn from a failed Inductor run which nodes to cut out, and place again."""
         if self._context.policy.on_error == "raise":
             raise error
-        verdict = find_failing(run.nodes, error, self._try, self._budget)
+        everything = [node for node in self._module.graph.nodes if node.op == "call_function"]
+        verdict = find_failing(run.nodes, error, self._prober, everything)
+        verdict = self._setbacks.learn(self._module, verdict)
         self._cut.update(verdict.cut)
         self._boundaries |= verdict.boundaries
         plan = self._place()
-        first = next(iter(verdict.cut.values()), None)
-        now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in verdict.cut}
+        self._record_narrowed(plan, verdict.cut, first_line(verdict.error), [verdict.script])
+        return plan
+
+    def _record_narrowed(self, plan: Plan, cut: Mapping[str, Reason], why: str, scripts: Iterable[str]) -> None:
+        """Record that a part is cut anew: for nodes that leave Inductor, or only between nodes."""
+        now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in cut}
+        names = ", ".join(name for name in scripts if name)
         self._context.timeline.append(
             Retreat(
                 graph=self._context.graph_id,
@@ -171,16 +215,15 @@ class _Builder:
                 subgraph=self._context.part_id,
                 source_lowering="inductor",
                 target_lowering=", ".join(sorted(set(now.values()))) or "inductor",
-                reason=first
+                reason=next(iter(cut.values()), None)
                 or Reason(
                     code="build_failed",
                     by="inductor",
-                    sentence=f"Inductor can't build the nodes together, only in two parts: {first_line(error)}",
-                    lever="report the error to PyTorch",
+                    sentence=f"Inductor can't build the nodes together, only in two parts: {why}",
+                    lever=f"report the error to PyTorch{f'; `omnicomp bisect {names}` repeats it' if names else ''}",
                 ),
             )
         )
-        return plan
 
     def _try(self, nodes: Sequence[Node]) -> Exception | None:
         try:
@@ -206,21 +249,33 @@ class _Builder:
             record.emit_cudagraphs_off()
         results = [self._built[_key(run.nodes)] for run in plan.runs]
         record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
-        stages: list[Callable[[list[Any]], Sequence[Any]]] = []
+        for index, (result, _) in enumerate(results):
+            record.emit_cache(result.lookups, index)
+        repeatable = obstacle(self._module) is None
+        firsts: list[Callable[[list[Any]], Sequence[Any]]] = []
+        laters: list[Callable[[list[Any]], Sequence[Any]]] = []
         for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
             guard: Guard | None = None
             verifier: Verifier | None = None
-            if result.lowering == "inductor":
+            if result.lowering in ("inductor", "override"):
                 piece = extract(self._module, run.nodes)  # the first was Inductor's to change
                 subgraph = record.subgraph_id(index)
                 if self._context.policy.on_error != "raise":
-                    guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, result.overwritten)
+                    backward = self._context.part == "backward"
+                    held = [fake_value(node) for node in piece.inputs if backward or node.op != "placeholder"]
+                    written, name = result.overwritten, result.lowering
+                    guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, written, held, name)
                     result = dataclasses.replace(result, call=guard.boxed())
-                verifier = self._verifier(piece.module, piece.fake_inputs, subgraph)
+                if result.lowering == "inductor":
+                    verifier = self._verifier(piece.module, piece.fake_inputs, subgraph, result.overwritten)
                 if verifier is not None:
                     result = dataclasses.replace(result, call=verifier.around(result.call))
-            stages.append(self._attested(record.subgraph_id(index), result, guard, verifier))
-        return stitch(self._module, pieces, stages)
+            witness = Witness(
+                self._context, result.lowering, record.calls(index), path=result.generated, repeatable=repeatable
+            )
+            firsts.append(_attested(record, index, result, witness, guard, verifier))
+            laters.append(witness.later(result.call))
+        return stitch(self._module, pieces, firsts, laters)
 
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
         """Build what is not built yet; returns the first Inductor run that failed."""
@@ -248,37 +303,29 @@ class _Builder:
     def _lowering(self, name: str) -> Lowering:
         return LOWERINGS[name]
 
-    def _attested(
-        self, subgraph: str, result: Executable, guard: Guard | None, verifier: Verifier | None
-    ) -> Callable[[list[Any]], Sequence[Any]]:
-        """A callable that records, on its first call, what ran."""
-        context = self._context
 
-        def record() -> None:
-            if (guard is not None and guard.stepped_down) or (verifier is not None and verifier.failed):
-                return
-            evidence, kernels = _with_verdict(result, verifier).attest()
-            context.timeline.append(
-                Ran(
-                    graph=context.graph_id,
-                    part=context.part,
-                    subgraph=subgraph,
-                    lowering=result.lowering,
-                    evidence=evidence,
-                    kernels=kernels,
-                )
-            )
+def _attested(
+    record: PartRecord,
+    index: int,
+    result: Executable,
+    witness: Witness,
+    guard: Guard | None,
+    verifier: Verifier | None,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """A callable that records, on its first call, what ran."""
 
-        once = Once(record)
+    def ran() -> None:
+        if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
+            record.emit_ran(_with_verdict(result, verifier), witness, index)
 
-        def first_call(inputs: list[Any]) -> Sequence[Any]:
-            outputs = result.call(inputs)
-            stage.call = result.call
-            once()
-            return outputs
+    once = Once(ran)
 
-        stage = _Stage(first_call)
-        return lambda inputs: stage.call(inputs)
+    def first_call(inputs: list[Any]) -> Sequence[Any]:
+        outputs = witness.first(result.call, inputs)
+        once()
+        return outputs
+
+    return first_call
 
 
 def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:

@@ -1,35 +1,102 @@
 """Finding the nodes that make Inductor fail, so that only they leave it.
 
-Inductor's exception often names the node (its graph interpreter was at it); otherwise the run is halved, with a
-bounded number of builds, until the failing nodes, or the place between two that only fail together, are found.
+What is looked for is the shortest beginning of a run that fails: it ends with a node that fails alone, and has to
+leave, or only together with what is before it, and then a cut in front of it is enough. Inductor's exception often
+names the node, as its graph interpreter was at it; otherwise beginnings are tried, each half as far from the last one.
+The longest one that works is what is left in front of the node, and need not be built again.
 """
 
 import dataclasses
 import operator
+import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from torch.fx import Node
 
 from omnicomp._torch import inductor
+from omnicomp._torch.failures import kind_of
+from omnicomp.fingerprint import fingerprint
 from omnicomp.graphs import op_name, source_line
 from omnicomp.timeline import Reason
 
-__all__ = ["Budget", "Verdict", "find_failing"]
+__all__ = ["Prober", "Verdict", "find_failing", "first_line"]
 
 Build = Callable[[Sequence[Node]], Exception | None]
 """Tries to build a run of nodes; returns the exception, or None if it worked."""
 
+Unit = tuple[Node, ...]
+"""An operator and the `getitem`s of its result, which never part."""
 
-@dataclasses.dataclass
-class Budget:
-    """How many builds may still be spent."""
+# Nodes that are the same as one that fails are tried for so long.
+_SECONDS: Final = 20.0
+_SPENT: Final = "the number of builds allowed by max_builds is spent, so it was not narrowed down further"
 
-    builds: int
 
-    def spend(self) -> bool:
-        """Take one; False if none is left."""
-        self.builds -= 1
-        return self.builds >= 0
+class _Spent(Exception):
+    """No build is left."""
+
+
+class Prober:
+    """Tries runs of nodes, a bounded number of them, and remembers which failed."""
+
+    def __init__(self, build: Build, builds: int) -> None:
+        """Remember how to build and how often.
+
+        Args:
+            build: tries a run of nodes.
+            builds: how many runs may be built.
+        """
+        self._build = build
+        self._left = builds
+        self._passed: set[tuple[str, ...]] = set()
+        self._failed: dict[tuple[str, ...], Exception] = {}
+        self._seconds = 0.0
+
+    @property
+    def spent(self) -> bool:
+        """Whether no build is left."""
+        return self._left <= 0
+
+    def failure(self, nodes: Sequence[Node]) -> Exception | None:
+        """What the run fails with, or None.
+
+        Raises:
+            _Spent: it would have to be built, and no build is left.
+        """
+        names = _names(nodes)
+        if names in self._passed or names in self._failed:
+            return self._failed.get(names)
+        if self.spent:
+            raise _Spent
+        self._left -= 1
+        return self._tried(nodes)
+
+    def fails_alike(self, nodes: Sequence[Node]) -> bool:
+        """Whether a run of the content of one that failed fails too; taken for granted if trying so takes too long."""
+        names = _names(nodes)
+        if names in self._passed or names in self._failed or self._seconds > _SECONDS:
+            return names not in self._passed
+        start = time.perf_counter()
+        failure = self._tried(nodes)
+        self._seconds += time.perf_counter() - start
+        return failure is not None
+
+    def failed(self, nodes: Sequence[Node], error: Exception) -> None:
+        """Remember that a run failed."""
+        self._failed[_names(nodes)] = error
+
+    def _tried(self, nodes: Sequence[Node]) -> Exception | None:
+        failure = self._build(nodes)
+        if failure is None:
+            self._passed.add(_names(nodes))
+        else:
+            self.failed(nodes, failure)
+        return failure
+
+
+def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,62 +106,116 @@ class Verdict:
     Attributes:
         cut: nodes that must leave Inductor, by name, with the reason.
         boundaries: nodes before which the run must be cut.
+        smallest: the shortest run of nodes that was seen to fail; empty if the machine is to blame.
+        error: what that failed with.
+        exact: whether no smaller change would do; not if the builds were spent before it was found.
+        script: path of a script that shows it, once one is written.
     """
 
     cut: dict[str, Reason]
     boundaries: frozenset[str] = frozenset()
+    smallest: tuple[Node, ...] = ()
+    error: Exception
+    exact: bool = True
+    script: str = ""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it will be the same in another process: not where memory, time or a tool was missing."""
+        return kind_of(self.error) == "graph"
 
 
-def find_failing(nodes: Sequence[Node], error: Exception, build: Build, budget: Budget) -> Verdict:
-    """Find what makes a run fail.
+def find_failing(nodes: Sequence[Node], error: Exception, prober: Prober, alike: Sequence[Node] = ()) -> Verdict:
+    """Find the first thing that makes a run fail.
+
+    What comes behind it was not looked at: it is built next, and may give another verdict.
 
     Args:
         nodes: the run that failed.
         error: what it failed with.
-        build: tries a part of the run.
-        budget: bounds the builds; when it is spent, what is left of the run is cut as a whole.
+        prober: tries parts of the run; when its builds are spent, what is not known to work is cut.
+        alike: more nodes of the graph; those that are the same as one that fails alone are cut with it.
     """
-    if inductor.is_missing_tool(error):
+    if kind_of(error) == "machine":
         note = "no node is to blame, so all of them leave"
-        lever = "install a C++ compiler (g++ or clang) or name one in CXX; `omnicomp doctor` shows what is found"
-        return Verdict(cut={node.name: _reason(node, error, note, lever) for node in nodes})
-    named = _named_node(nodes, error)
-    if named is not None:
-        return Verdict(cut={named.name: _reason(named, error)})
-    if len(nodes) == 1:
-        return Verdict(cut={nodes[0].name: _reason(nodes[0], error)})
-    middle = _middle(nodes)
-    if middle == 0:
-        return Verdict(cut={node.name: _reason(node, error) for node in nodes})
-    cut: dict[str, Reason] = {}
-    boundaries: frozenset[str] = frozenset()
-    for half in (nodes[:middle], nodes[middle:]):
-        if not budget.spend():
-            note = "the number of builds allowed by max_builds is spent, so it was not narrowed down further"
-            cut.update({node.name: _reason(node, error, note) for node in nodes})
-            return Verdict(cut=cut)
-        failure = build(half)
-        if failure is not None:
-            verdict = find_failing(half, failure, build, budget)
-            cut.update(verdict.cut)
-            boundaries |= verdict.boundaries
-    if not cut and not boundaries:
-        boundaries = frozenset({nodes[middle].name})  # each half builds, only both together do not
-    return Verdict(cut=cut, boundaries=boundaries)
+        lever = (
+            "install a C++ compiler (g++ or clang) or name one in CXX; `omnicomp doctor` shows what is found"
+            if inductor.is_missing_tool(error)
+            else "let it write to its cache folder, which TORCHINDUCTOR_CACHE_DIR names"
+        )
+        return Verdict(cut={node.name: _reason(node, error, note, lever) for node in nodes}, error=error)
+    units = _units(nodes)
+    prober.failed(nodes, error)
+    low, high, named = 0, len(units), _named_unit(units, error)
+    while named is None and high - low > 1:
+        middle = (low + high) // 2
+        try:
+            failure = prober.failure(_joined(units[:middle]))
+        except _Spent:
+            return _cut(units[low:high], error, _joined(units[:high]), _SPENT, exact=False)
+        if failure is None:
+            low = middle
+        else:
+            error, high, named = failure, middle, _named_unit(units[:middle], failure)
+    return _settle(units[:high], low if named is None else named, error, prober, _units([*nodes, *alike]))
 
 
-def _middle(nodes: Sequence[Node]) -> int:
-    """Where to halve a run: never between an operator and the `getitem`s of its result, 0 if there is nowhere else."""
-    starts = [i for i, node in enumerate(nodes) if i > 0 and node.target is not operator.getitem]
-    return min(starts, key=lambda i: abs(i - len(nodes) / 2), default=0)
+def _settle(units: Sequence[Unit], index: int, error: Exception, prober: Prober, alike: Sequence[Unit]) -> Verdict:
+    """Whether a unit fails by itself, or only beside its neighbours."""
+    unit, whole = units[index], _joined(units)
+    try:
+        alone = error if len(units) == 1 else prober.failure(unit)
+    except _Spent:
+        return _cut([unit], error, whole, _SPENT, exact=False)
+    if alone is not None:
+        return _cut(_same(unit, alike, prober), alone, unit)
+    # In front of it; where there is nothing in front, it fails with what is behind it.
+    before = unit if index else units[1]
+    return Verdict(cut={}, boundaries=frozenset({before[0].name}), smallest=whole, error=error)
 
 
-def _named_node(nodes: Sequence[Node], error: Exception) -> Node | None:
-    """The node of the run at which Inductor stood; Inductor's own rewrites may have made it one we don't know."""
+def _same(unit: Unit, alike: Sequence[Unit], prober: Prober) -> list[Unit]:
+    """The unit and those of the same content that fail by themselves as well, as in a model of equal layers."""
+    candidates = [other for other in alike if other[0].target == unit[0].target and other[0] is not unit[0]]
+    content = fingerprint(unit) if candidates else ""
+    found = {unit[0].name: unit}
+    for other in candidates:
+        if other[0].name not in found and fingerprint(other) == content:
+            if not prober.fails_alike(other):
+                break  # then content is not what decides
+            found[other[0].name] = other
+    return list(found.values())
+
+
+def _cut(
+    units: Sequence[Unit], error: Exception, smallest: Sequence[Node], note: str = "", *, exact: bool = True
+) -> Verdict:
+    cut = {node.name: _reason(node, error, note) for unit in units for node in unit}
+    return Verdict(cut=cut, smallest=tuple(smallest), error=error, exact=exact)
+
+
+def _units(nodes: Sequence[Node]) -> list[Unit]:
+    units: list[list[Node]] = []
+    for node in nodes:
+        if units and node.target is operator.getitem and node.args and node.args[0] in units[-1]:
+            units[-1].append(node)
+        else:
+            units.append([node])
+    return [tuple(unit) for unit in units]
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    return tuple(node for unit in units for node in unit)
+
+
+def _named_unit(units: Sequence[Unit], error: Exception) -> int | None:
+    """Where Inductor stood in the run; its own rewrites may have made that a node that we don't know."""
     at = inductor.failing_node(error)
     if at is None:
         return None
-    return next((node for node in nodes if node.name == at.name and node.target == at.target), None)
+    return next(
+        (i for i, unit in enumerate(units) if any(n.name == at.name and n.target == at.target for n in unit)), None
+    )
 
 
 def _reason(node: Node, error: Exception, note: str = "", lever: str = "") -> Reason:

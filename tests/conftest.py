@@ -18,8 +18,9 @@ import omnicomp  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def clean_state() -> Iterator[None]:
-    """Every test starts with nothing compiled, nothing recorded and the same random numbers."""
+def clean_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts with nothing compiled, nothing recorded, no known failures and the same random numbers."""
+    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path / "omnicomp"))
     torch.compiler.reset()
     omnicomp.timeline.clear()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The command line: `omnicomp run`, `omnicomp audit`, `omnicomp doctor`.
+"""The command line: `omnicomp run`, `omnicomp audit`, `omnicomp bisect`, `omnicomp doctor`.
 
 Exit status: 0 if all is well, 1 if the user's program failed or something needed is missing, 2 for bad input. A
 program that ends itself keeps its own status.
@@ -115,6 +115,22 @@ def audit_command(
         sys.stdout.write(text)
     else:
         write(output, text)
+
+
+@app.command("bisect", help="List what is known to fail here, or repeat and narrow one failure.")
+def bisect_command(
+    script: Annotated[Path | None, typer.Argument(help="A script that omnicomp wrote about a failure.")] = None,
+    forget: Annotated[bool, typer.Option("--forget", help="Forget what is known, or what the script shows.")] = False,
+) -> None:
+    """List what is known to fail here, or repeat and narrow one failure."""
+    from omnicomp.cli.bisect import forget_known, list_known, run_script
+
+    if forget:
+        sys.stdout.write(forget_known(script))
+    elif script is None:
+        sys.stdout.write(list_known())
+    else:
+        raise typer.Exit(run_script(script, print))
 
 
 @app.command("doctor", help="Check what omni needs on this machine.")

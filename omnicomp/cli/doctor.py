@@ -64,7 +64,7 @@ def examine(device: str | None = None) -> list[Check]:
     checks: list[Callable[[], Iterator[Check]]] = [_python, _torch, _omnicomp, _entry_point]
     checks += [_device_check(name, required=device is not None) for name in chosen]
     checks += [_device_plugins, lambda: _triton(chosen), lambda: _compiler(chosen)]
-    checks += [_overrides, _engines, _cache, _timeline, _clash]
+    checks += [_overrides, _engines, _cache, _timeline, _attestation, _clash]
     return [check for run in checks for check in run()]
 
 
@@ -278,6 +278,19 @@ def _timeline() -> Iterator[Check]:
         yield Check(name="timeline", status="missing", found=found, todo="name a writable path")
     else:
         yield Check(name="timeline", status="ok", found=f"{ENVIRONMENT_VARIABLE}={pattern}")
+
+
+def _attestation() -> Iterator[Check]:
+    """Whether the audit catches executables that lie about what they run."""
+    from omnicomp.attestation import LIES, self_test
+
+    wrong = self_test()
+    if wrong:
+        profiled = "; it can't see into a process that is profiled" if sys.getprofile() is not None else ""
+        todo = "report this to omnicomp, with the versions above"
+        yield Check(name="attestation", status="note", found="; ".join(wrong) + profiled, todo=todo)
+    else:
+        yield Check(name="attestation", status="ok", found=f"{len(LIES)} of {len(LIES)} planted lies were caught")
 
 
 def _unwritable(path: Path) -> str:

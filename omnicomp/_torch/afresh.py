@@ -1,0 +1,120 @@
+"""Building a graph of real inputs once more, in the middle of a call: fixed sizes, and Inductor's settings of then."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._guards
+import torch._inductor.config
+from torch._dynamo.convert_frame import preserve_global_state
+from torch._dynamo.utils import get_metrics_context
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from omnicomp._torch.fx import copy_module
+
+__all__ = ["apart", "is_symbolic", "values_of", "with_fixed_sizes"]
+
+
+def apart(work: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
+    """Do some work without the modes of the caller, with settings of Inductor's, and leave random numbers as they were.
+
+    Args:
+        work: what to do.
+        settings: Inductor's config entries.
+
+    Raises:
+        Exception: whatever `work` raises.
+    """
+
+    def inside() -> Any:
+        with (
+            torch._inductor.config.patch(dict(settings)),
+            torch._guards.tracing(None),
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            get_metrics_context(),
+        ):
+            return work()
+
+    return preserve_global_state(inside)()
+
+
+def is_symbolic(inputs: Sequence[Any]) -> bool:
+    """Whether a graph was traced for inputs of more than one size."""
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    sizes = (size for v in inputs if isinstance(v, torch.Tensor) for size in (*v.shape, *v.stride()))
+    return any(isinstance(value, symbolic) for value in (*inputs, *sizes))
+
+
+def with_fixed_sizes(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """A copy of a graph whose fake values have the sizes of real inputs, in a mode of their own.
+
+    A build with the symbols of the original could decide something about them after all guards are made.
+
+    Args:
+        module: a graph after autograd.
+        inputs: real values of its placeholders.
+
+    Raises:
+        Exception: an operator's result depends on data, or has no fake kernel.
+    """
+    made = copy_module(module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    class Fakes(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n.op != "output":
+                n.meta["val"] = value
+            return value
+
+    fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+    with mode:
+        Fakes(made).run(*fakes)
+    return made
+
+
+def values_of(module: GraphModule, inputs: Sequence[Any], wanted: Sequence[Node]) -> list[Any]:
+    """What some nodes of a graph compute in eager; the others' results are freed as soon as they were used.
+
+    Args:
+        module: a graph after autograd.
+        inputs: real values of its placeholders; the graph may write to them.
+        wanted: nodes of it.
+    """
+    found: dict[Node, Any] = {}
+    last = _last(module, wanted)
+
+    class Values(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            if n is last:
+                raise _Enough
+            value = super().run_node(n)
+            if n in members:
+                found[n] = value
+            return value
+
+    members = set(wanted)
+    with contextlib.suppress(_Enough):
+        Values(module).run(*inputs)
+    return [found[node] for node in wanted]
+
+
+class _Enough(Exception):
+    """Everything that was wanted is known."""
+
+
+def _last(module: GraphModule, wanted: Sequence[Node]) -> Node | None:
+    """The node behind the last wanted one."""
+    members, behind = set(wanted), False
+    following: Node | None = None
+    for node in module.graph.nodes:
+        if behind:
+            following, behind = node, False
+        if node in members:
+            behind, following = True, None
+    return following

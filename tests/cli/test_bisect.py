@@ -1,0 +1,122 @@
+"""`omnicomp bisect` lists what is known to fail, repeats it from a script of torch alone, narrows and forgets it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import lowering
+from torch.fx.experimental.proxy_tensor import make_fx
+from typer.testing import CliRunner
+
+from omnicomp import verdicts
+from omnicomp.cli import app
+from omnicomp.cli.bisect import run_script
+from omnicomp.errors import OmnicompError
+from omnicomp.repro import script_of, write_script
+from omnicomp.timeline import Reason
+from omnicomp.verdicts import CACHE, Entry, folder, write_whole
+
+SIN = torch.ops.aten.sin.default
+
+
+def script(function, *inputs, values: bool = False, mode: str = "fake") -> Path:
+    module = make_fx(lambda *args: (function(*args),), tracing_mode=mode)(*inputs)
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    path = write_script(module, fakes, "RuntimeError: planted", values=values)
+    assert path is not None
+    return path
+
+
+def planted(*args, **kwargs):
+    raise RuntimeError("planted in sin")
+
+
+def bisect(*arguments: object):
+    return CliRunner().invoke(app, ["bisect", *map(str, arguments)])
+
+
+def test_nothing_known() -> None:
+    result = bisect()
+    assert result.exit_code == 0
+    assert "Nothing is known to fail" in result.output
+
+
+def test_what_is_known_is_listed_and_forgotten() -> None:
+    path = script(torch.sin, torch.randn(3))
+    reason = Reason(code="cut_out", sentence="Inductor can't build it", node="sin (aten.sin.default)")
+    entry = Entry(key="k", graph="g0.forward model.py:3", cut={"sin": reason}, scripts=(str(path),), builds=4)
+    write_whole(folder() / CACHE / "k.json", entry.dumps())
+    (folder() / CACHE / "broken.json").write_text("{")
+    output = bisect().output
+    for piece in (
+        "g0.forward model.py:3",
+        "sin (aten.sin.default): Inductor can't build it",
+        str(path),
+        "can't be read",
+    ):
+        assert piece in output
+    assert "Forgot 2 verdicts" in bisect("--forget", path).output
+    assert verdicts.entries() == []
+
+
+@pytest.mark.inductor
+def test_a_script_fails_as_long_as_inductor_does_and_is_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(lambda x: (x + 1).sin() * 2, torch.randn(4, 6).t())
+    monkeypatch.setitem(lowering.lowerings, SIN, planted)
+    said: list[str] = []
+    assert run_script(path, said.append) == 1
+    assert "It still fails" in said[0]
+    assert "planted in sin" in said[0]
+    assert any("sin (aten.sin.default) fails by itself" in line for line in said)
+    smaller = Path(said[-1].rpartition(": ")[2])
+    assert "aten.mul" not in smaller.read_text()
+    monkeypatch.undo()
+    alone = subprocess.run([sys.executable, str(smaller)], capture_output=True, text=True, check=False)
+    assert (alone.returncode, alone.stdout) == (0, "It works.\n"), alone.stderr
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_a_script_ends_with_one_while_it_fails(mode: str, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    path = script(torch.sin, torch.randn(5, 3), mode=mode)
+    monkeypatch.setitem(lowering.lowerings, SIN, planted)
+    assert bisect(path).exit_code == 1
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    assert ended.value.code == 1
+    assert "planted in sin" in capfd.readouterr().err
+
+
+@pytest.mark.inductor
+def test_a_script_about_values_compares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(torch.sin, torch.randn(5), values=True)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        assert run_script(path, print) == 0
+        monkeypatch.setitem(lowering.lowerings, SIN, lowering.lowerings[torch.ops.aten.cos.default])
+        assert run_script(path, print) == 1
+
+
+def test_no_data_of_the_user_is_written() -> None:
+    secret = torch.full((3,), 1234.5678)
+    module = make_fx(lambda x: (x * secret,))(torch.full((3,), 8765.4321))
+    text = script_of(module, [torch.full((3,), 8765.4321)], "an error")
+    assert "tensor((3,), (1,), 0, torch.float32" in text
+    assert "1234" not in text
+    assert "8765" not in text
+
+
+def test_a_graph_that_cannot_be_written_down_has_no_script() -> None:
+    module = make_fx(lambda x: (x.to_dense(),))(torch.eye(2).to_sparse())
+    assert script_of(module, [torch.eye(2).to_sparse()], "an error") == ""
+
+
+@pytest.mark.parametrize("text", ["x = (", "x = 1"])
+def test_another_script_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.py"
+    path.write_text(text)
+    with pytest.raises(OmnicompError, match=r"other\.py"):
+        run_script(path, print)
+    with pytest.raises(OmnicompError, match="no file"):
+        run_script(tmp_path / "none.py", print)
