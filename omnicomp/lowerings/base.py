@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.lookups import Lookup
+from omnicomp.cache_keys import KeyParts
 from omnicomp.devices import Device
 from omnicomp.options import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
@@ -32,6 +34,7 @@ class LoweringContext:
         sources: `file:line` of the Dynamo graph, for the same.
         sizes: what the graph's symbolic sizes were at compile time, by name.
         declined: blocks of the Dynamo graph that an override matched but was not put into.
+        key: what of the graph's cache keys is known before a cache is asked.
     """
 
     graph_id: str
@@ -45,6 +48,7 @@ class LoweringContext:
     sources: tuple[str, ...] = ()
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     declined: tuple[NodePlacement, ...] = ()
+    key: KeyParts = dataclasses.field(default_factory=KeyParts)
 
     @property
     def part_id(self) -> str:
@@ -62,7 +66,9 @@ class Executable:
         artefact: what was built, for example the path of a generated module; empty if there is none.
         attest: returns the evidence of what `call` executes, and the external kernels that it calls.
         workspace_bytes: memory that it keeps between calls.
+        generated: path of the Python module whose code a call enters first, if a compiler generated one.
         overwritten: names of inputs that a call may write to once it is through with them.
+        lookups: what the compile cache was asked for it, and answered.
     """
 
     lowering: str
@@ -71,6 +77,8 @@ class Executable:
     attest: Callable[[], tuple[str, dict[str, int]]] = lambda: ("", {})
     workspace_bytes: int = 0
     overwritten: frozenset[str] = frozenset()
+    generated: str = ""
+    lookups: tuple[Lookup, ...] = ()
 
 
 @runtime_checkable

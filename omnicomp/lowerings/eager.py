@@ -1,6 +1,6 @@
 """The eager lowering: runs a subgraph operator by operator through torch's dispatcher. It is always asked last."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -9,11 +9,11 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.flex import FLEX_BACKWARD, backward_without_kernel
 from omnicomp._torch.fx import boxed
 from omnicomp.graphs import fake_value, op_name, source_line
-from omnicomp.layouts import layout_of, restride
+from omnicomp.layouts import Layout, layout_of, restride
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
-__all__ = ["EagerLowering"]
+__all__ = ["EagerLowering", "eager_executable", "prepare"]
 
 _SEEDED: Final = (
     "prims.inductor_seed",
@@ -47,22 +47,38 @@ class EagerLowering:
 
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
         """Generate the straight-line code, and make the outputs' strides what the neighbours were built for."""
-        output = next(iter(reversed(module.graph.nodes)))
-        layouts = [layout_of(fake_value(value)) for value in output.args[0]]
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            # A kernel may return other strides than its fake kernel said, on which a view would then be impossible.
-            # The graph is functional, so that a copy in its place is never written to.
-            node.target = torch.ops.aten.reshape.default
-        operators = sorted({op_name(node) for node in module.graph.nodes if node.op == "call_function"})
-        for node in module.graph.find_nodes(op="call_function", target=FLEX_BACKWARD):
-            node.target = backward_without_kernel
-        run = boxed(module)
+        layouts, operators = prepare(module)
+        return eager_executable(boxed(module), layouts, operators)
 
-        def call(arguments: list[Any]) -> Sequence[Any]:
-            return [restride(value, layout) for value, layout in zip(run(arguments), layouts, strict=True)]
 
-        return Executable(
-            lowering="eager",
-            call=call if any(layout is not None for layout in layouts) else run,
-            attest=lambda: ("torch.fx.GraphModule, operator by operator", dict.fromkeys(operators, 1)),
-        )
+def prepare(module: GraphModule) -> tuple[list[Layout | None], list[str]]:
+    """Make a post-autograd graph fit to run operator by operator.
+
+    Returns:
+        The layouts in which its results are expected, and the names of its operators.
+    """
+    output = next(iter(reversed(module.graph.nodes)))
+    layouts = [layout_of(fake_value(value)) for value in output.args[0]]
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        # A kernel may return other strides than its fake kernel said, on which a view would then be impossible.
+        # The graph is functional, so that a copy in its place is never written to.
+        node.target = torch.ops.aten.reshape.default
+    operators = sorted({op_name(node) for node in module.graph.nodes if node.op == "call_function"})
+    for node in module.graph.find_nodes(op="call_function", target=FLEX_BACKWARD):
+        node.target = backward_without_kernel
+    return layouts, operators
+
+
+def eager_executable(
+    run: Callable[[list[Any]], Sequence[Any]], layouts: Sequence[Layout | None], operators: Sequence[str]
+) -> Executable:
+    """Wrap the function of a graph's inputs, so that its results have the layouts that `prepare` returned."""
+
+    def restrided(arguments: list[Any]) -> Sequence[Any]:
+        return list(map(restride, run(arguments), layouts))
+
+    return Executable(
+        lowering="eager",
+        call=restrided if any(layout is not None for layout in layouts) else run,
+        attest=lambda: ("torch.fx.GraphModule, operator by operator", dict.fromkeys(operators, 1)),
+    )

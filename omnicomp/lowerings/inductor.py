@@ -6,6 +6,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch import inductor
+from omnicomp._torch.lookups import Lookup
 from omnicomp.graphs import fake_value, op_name
 from omnicomp.layouts import depends_on_data, layout_of, restride
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
@@ -40,9 +41,11 @@ class InductorLowering:
         predicted = [fake_value(value) for value in output.args[0]]
         kwargs = dict(context.inductor_kwargs)
         kwargs.update(cudagraphs=inductor.no_cudagraphs(), static_input_idxs=())
+        lookups: list[Lookup] = []
         with inductor.subgraph_context(inputs):
-            compiled = inductor.compile_part(module, inputs, "", **kwargs)
+            compiled = inductor.compile_part(module, inputs, "", lookups, **kwargs)
         result = executable(compiled)
+        result.lookups, result.call = tuple(lookups), inductor.direct(compiled)
         if any(map(depends_on_data, predicted)):
             layouts, run = list(map(layout_of, predicted)), result.call
             result.call = lambda arguments: list(map(restride, run(arguments), layouts))
@@ -57,5 +60,7 @@ def executable(compiled: Any) -> Executable:
         evidence = f"{path} (key {key})" if key else path or "a graph without operators"
         return evidence, inductor.external_kernels(compiled)
 
-    written = inductor.overwritten_inputs(compiled)
-    return Executable(lowering="inductor", call=compiled, artefact=path, attest=attest, overwritten=written)
+    written, generated = inductor.overwritten_inputs(compiled), inductor.generated_python(compiled)
+    return Executable(
+        lowering="inductor", call=compiled, artefact=path, attest=attest, overwritten=written, generated=generated
+    )

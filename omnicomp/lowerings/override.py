@@ -4,19 +4,31 @@ Inside an Inductor subgraph such a node is opaque to Inductor, which calls the o
 the operator stand alone; then this lowering runs it.
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import boxed
+from omnicomp._torch.overrides import HigherOrderOperator, OpOverload
 from omnicomp.graphs import op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.overrides.registry import Override, registered
-from omnicomp.lowerings.overrides.tag import matched_block
+from omnicomp.lowerings.overrides.tag import Matched, matched_block
 from omnicomp.timeline import Reason
 
-__all__ = ["OverrideLowering", "override_of", "reference_of"]
+__all__ = [
+    "OverrideLowering",
+    "PlannedCall",
+    "has_own_gradients",
+    "override_of",
+    "planned",
+    "planned_call",
+    "put_references",
+    "reference_of",
+]
 
 
 def override_of(node: Node) -> Override | None:
@@ -36,7 +48,100 @@ def reference_of(node: Node) -> Callable[..., Any] | None:
         return None
     if item.reference is not None:
         return item.reference
-    return item.op if item.form == "operator" else matched_block(item, node)
+    if item.form == "operator":
+        return item.op
+    block = matched_block(item, node)
+    return block.function if block is not None else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCall:
+    """A call of an override in a graph, and what it is to be compared with.
+
+    Attributes:
+        item: the override.
+        operator: what is called.
+        truth: what it should compute, with the same arguments; None if that is not known.
+        text: what tells this use of the override from others: the operators and constants of a block.
+        differentiable: arguments whose gradients are the override's own, so that they have to be right as well; `*`
+            for those that it has gradients for.
+        subgraph: id of the subgraph, or of the call inside one.
+    """
+
+    item: Override
+    operator: Any
+    truth: Callable[..., Any] | None
+    text: str = ""
+    differentiable: tuple[str, ...] = ()
+    subgraph: str = ""
+
+
+def planned_call(node: Node, subgraph: str) -> PlannedCall | None:
+    """What is known of a node that calls an override, also of one that was made functional; None for other nodes."""
+    target = node.target
+    if isinstance(target, HigherOrderOperator) and node.args and isinstance(node.args[0], OpOverload):
+        target = node.args[0]  # auto_functionalized
+    item = next((i for i in registered() if target in i.operators), None) if node.op == "call_function" else None
+    if item is None:
+        return None
+    block = matched_block(item, node) if item.form == "tag" else None
+    return planned(item, target, block, subgraph)
+
+
+def planned(item: Override, operator: Any, block: Matched | None, subgraph: str) -> PlannedCall:
+    """A call of one of an override's operators, with the block that it replaced, if that is known."""
+    truth: Callable[..., Any] | None = None
+    gradients = block.differentiable if block is not None else ()
+    if operator is item.operators[0] and item.form == "tag":
+        truth = block.function if block is not None else item.reference
+    elif item.form == "operator":
+        truth = item.reference or item.op
+    elif item.form == "search" and operator is item.operators[0]:
+        truth, gradients = item.reference, ("*",)
+    elif item.form == "pattern" and len(item.operators) == 1 and item.reference is not None:
+        names = [argument.name for argument in operator._schema.arguments]
+        truth = item.reference if names == list(inspect.signature(item.reference).parameters) else None
+    return PlannedCall(
+        item=item,
+        operator=operator,
+        truth=truth,
+        text=block.text if block is not None else "",
+        differentiable=gradients if item.trains else (),
+        subgraph=subgraph,
+    )
+
+
+def has_own_gradients(module: GraphModule) -> bool:
+    """Whether a graph before autograd calls an override that is differentiated by a derivative of its own."""
+    calls = (planned_call(node, "") for node in module.graph.nodes)
+    return any(call is not None and call.truth is not None and call.differentiable for call in calls)
+
+
+def put_references(module: GraphModule) -> GraphModule:
+    """Replace calls of overrides in a graph by calls of what they stand for, in place, and return the graph.
+
+    What can't be told any more is left. The result can be run, and is not for a compiler.
+    """
+    changed = False
+    for node in module.graph.nodes:
+        call = planned_call(node, "")
+        if call is not None and call.truth is not None and node.target is call.operator:
+            node.target = _named(call.truth, f"reference_of_{call.item.name}")
+            changed = True
+    if changed:
+        module.recompile()
+    return module
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function with a name of its own: the generated code refers to what it calls by name."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    run.__name__ = run.__qualname__ = name
+    run.__module__ = __name__
+    return run
 
 
 class OverrideLowering:

@@ -18,6 +18,7 @@ from omnicomp.graphs import evaluate, fake_value, op_name
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects
 from omnicomp.lowerings.overrides.declaration import Override, refused
+from omnicomp.lowerings.overrides.rewrite import found_wrong
 from omnicomp.rules import last_match
 from omnicomp.timeline import Reason
 
@@ -42,6 +43,9 @@ def admit(item: Override, block: Block, context: LoweringContext, *, training: b
         Refused: the block is left as it is.
     """
     _check_rules(item, block, context)
+    wrong = found_wrong(item, context)
+    if wrong is not None:
+        raise Refused(wrong)
     _check_structure(item, block)
     if training and not item.trains and any(fake_value(node).requires_grad for node in block.outputs):
         raise Refused(item.not_differentiable())

@@ -33,6 +33,7 @@ class Override:
             operator and tag forms the first takes the place of what is replaced.
         op: the operator that it replaces, for the operator form.
         module: a class of modules, the name of one, or a path with wildcards, for the tag form.
+        search: finds the places in a Dynamo graph, for the search form.
         reference: the computation that it replaces; None where that is what was matched itself.
         example: makes example tensors for tracing `reference`, for the pattern form.
         scalars: example values of the parameters of `reference` that are numbers, for the pattern form.
@@ -54,6 +55,7 @@ class Override:
     operators: tuple[Any, ...]
     op: Any = None
     module: str | type | None = None
+    search: Function | None = None
     reference: Function | None = None
     example: Callable[[], Sequence[torch.Tensor]] | None = None
     scalars: Mapping[str, int | float] = dataclasses.field(default_factory=dict[str, int | float])
@@ -70,9 +72,11 @@ class Override:
 
     @property
     def form(self) -> str:
-        """`operator`, `pattern` or `tag`."""
+        """`operator`, `pattern`, `tag` or `search`."""
         if self.op is not None:
             return "operator"
+        if self.search is not None:
+            return "search"
         return "pattern" if self.module is None else "tag"
 
     @property
@@ -81,13 +85,13 @@ class Override:
 
         In the operator and pattern forms, autograd has derived the backward from the user's program before an override
         is put into it, so no derivative of its own is needed: this is what was declared, and without a declaration
-        True for an operator, which is replaced by what equals it everywhere, and False for a pattern. In the tag form
-        the operator itself is differentiated, so that a derivative must have been registered for it; this is looked up
-        here, as it may be registered after the override.
+        True for an operator, which is replaced by what equals it everywhere, and False for a pattern. In the tag and
+        search forms the operator itself is differentiated, so that a derivative must have been registered for it; this
+        is looked up here, as it may be registered after the override.
         """
         if self.training == FORWARD_ONLY:
             return False
-        if self.form == "tag":
+        if self.form in ("tag", "search"):
             return torch_overrides.has_backward(self.operators[0])
         return self.training is True or self.form == "operator"
 
@@ -99,7 +103,7 @@ class Override:
         declared = (self.name, str(self.op), self.devices, [str(d) for d in self.dtypes], module)
         declared += (self.trains, self.mutates, self.priority)
         value = hashlib.sha256(repr(declared).encode())
-        own = (self.reference, self.check, self.backward, self.setup_context)
+        own = (self.reference, self.check, self.backward, self.setup_context, self.search)
         for item in (*torch_overrides.functions_of(self.declared), *own):
             if item is not None:
                 value.update(_source(item))
@@ -134,7 +138,7 @@ class Override:
 
     def not_differentiable(self) -> Reason:
         """Why it is left out of a graph that is to be differentiated."""
-        if self.form == "tag" and self.training != FORWARD_ONLY:
+        if self.form in ("tag", "search") and self.training != FORWARD_ONLY:
             lever = "give backward= to @omnicomp.override, or register one by torch.library.register_autograd"
             observed = "no derivative is registered for its operator"
         else:

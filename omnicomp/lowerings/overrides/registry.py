@@ -22,6 +22,7 @@ from omnicomp._torch import overrides as torch_overrides
 from omnicomp._torch.overrides import OpOverload
 from omnicomp.errors import OverrideError, nearest
 from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
+from omnicomp.lowerings.overrides.trust import distrusted
 
 __all__ = ["GROUP", "Override", "broken", "digest", "enabled", "override", "registered", "select", "unregister"]
 
@@ -37,6 +38,7 @@ def override(
     *,
     op: Any = None,
     module: str | type | None = None,
+    search: Function | None = None,
     reference: Function | None = None,
     example: Callable[[], Sequence[torch.Tensor]] | None = None,
     scalars: Mapping[str, int | float] | None = None,
@@ -54,7 +56,7 @@ def override(
 ) -> Callable[[Function], Function]:
     """Register the decorated function as an override.
 
-    Three forms:
+    Four forms:
 
     * operator form, `op=torch.ops.aten.foo.default`: the function has the operator's signature and must not change its
       inputs. It becomes a custom operator of the same schema and takes that operator's place in every post-autograd
@@ -68,17 +70,22 @@ def override(
       fake kernel. Its parameters without a default take the activations that come into the block, in the order in
       which it first uses them; a parameter named after one of the block's own (`up_weight` for `up.weight`) takes
       that. It returns what the rest of the program uses of the block, in the order in which it is made.
+    * search form, `search=find, reference=f, operators=[torch.ops.my.op.default]`: `find(graph_module)` reads a Dynamo
+      graph, before autograd, and yields an `omnicomp.lowerings.overrides.search.Found` for each place, or an `Ended`
+      where reading ended. The first operator is what `Found.write` calls; `f` computes what that does, with its
+      parameters. For what is written in many ways, and for what has a backward of its own.
 
     Args:
         op: the operator to replace.
         module: a module class; or the name of one, plain or with its module; or the end of a qualified name in the
             model, with the wildcards of `fnmatch` within each step.
+        search: finds the places (search form).
         reference: what the override computes, in plain torch, with the override's parameters; required in the pattern
             form, where it is what is looked for. By default it is what was matched.
         example: makes example tensors for the tensor parameters of `reference`, in order (pattern form).
         scalars: an example value for each number parameter of `reference`, occurring nowhere else in it (pattern form).
-        operators: the custom operators that the function calls (pattern form); further ones, such as a backward's
-            kernel (tag form).
+        operators: the custom operators that the function calls (pattern and search form); further ones, such as a
+            backward's kernel (tag form).
         name: unique name; the function's by default.
         devices: device types with a kernel; any if empty.
         dtypes: floating-point dtypes with a kernel; any if empty.
@@ -101,7 +108,7 @@ def override(
     Raises:
         OverrideError: the declaration is incomplete or contradicts itself, or the name is taken.
     """
-    _check_form(op, module, reference, example, operators)
+    _check_form(op, module, search, reference, example, operators)
     if training not in (None, True, FORWARD_ONLY):
         raise OverrideError(f"training= takes True or {FORWARD_ONLY!r}, not {training!r}")
     if isinstance(priority, bool) or not isinstance(priority, int):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -136,6 +143,7 @@ def override(
                 operators=called,
                 op=op,
                 module=module,
+                search=search,
                 reference=reference,
                 example=example,
                 scalars=dict(scalars or {}),
@@ -155,7 +163,13 @@ def override(
     return register
 
 
-def _check_form(op: Any, module: Any, reference: Any, example: Any, operators: Sequence[Any]) -> None:
+def _check_form(op: Any, module: Any, search: Any, reference: Any, example: Any, operators: Sequence[Any]) -> None:
+    if search is not None:
+        if op is not None or module is not None:
+            raise OverrideError("an override takes the place of one of op=, module= and search=; give exactly one")
+        if not callable(search) or reference is None or not operators:
+            raise OverrideError("the search form needs a function, and reference= and operators=")
+        return
     if op is not None and module is not None:
         raise OverrideError("an override takes the place of either op= or module=; give exactly one of them")
     if op is None and module is None and reference is None:
@@ -285,6 +299,9 @@ def digest(disabled: Sequence[str], chosen: Sequence[str] | None = None) -> str:
     value = hashlib.sha256()
     for item in enabled(disabled, chosen):
         value.update(item.digest.encode())
+        # What was compiled before an override was found wrong calls it, and must not come back from a cache.
+        if any(distrusted(item, torch.device(device)) is not None for device in item.devices or ("cpu", "cuda")):
+            value.update(b"found wrong")
     return value.hexdigest()[:16]
 
 

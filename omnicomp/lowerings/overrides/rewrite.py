@@ -16,9 +16,10 @@ from omnicomp.graphs import fake_value, module_path, op_name, source_line
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.lowerings.overrides.registry import enabled
+from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["apply_overrides", "declined_at", "next_lowering"]
+__all__ = ["apply_overrides", "declined_at", "found_wrong", "next_lowering"]
 
 log = logging.getLogger("omnicomp.overrides")
 
@@ -69,7 +70,17 @@ def _replace_operator(
 
 
 def _untrained(item: Override, context: LoweringContext) -> Reason | None:
-    return item.not_differentiable() if context.part != "inference" and not item.trains else None
+    if context.part != "inference" and not item.trains:
+        return item.not_differentiable()
+    return found_wrong(item, context)
+
+
+def found_wrong(item: Override, context: LoweringContext) -> Reason | None:
+    """Why an override is left out that a verification found wrong on this device; None if there was none."""
+    policy = context.policy
+    if policy.verify == "off":
+        return None
+    return distrusted(item, torch.device(context.device.type), stored=policy.verdicts == "use")
 
 
 # With the override, as another one may get its name.

@@ -1,15 +1,17 @@
 """Overrides of whole blocks: before autograd, one call takes the place of everything that a module computes."""
 
+import dataclasses
 import logging
 import threading
 from operator import getitem
 from typing import Any, Final
 
+import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.dynamo import CONTROL_FLOW
 from omnicomp._torch.symbols import expression
-from omnicomp.graphs import fake_value, source_line, submodules
+from omnicomp.graphs import fake_value, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
@@ -18,13 +20,30 @@ from omnicomp.lowerings.overrides.registry import enabled
 from omnicomp.lowerings.overrides.rewrite import declined_at
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
-__all__ = ["apply_blocks", "matched_block"]
+__all__ = ["Matched", "apply_blocks", "matched_at", "matched_block"]
 
 log = logging.getLogger("omnicomp.overrides")
 
 _KEPT: Final = 1024
-_matched: Final[dict[tuple[str, str], Function]] = {}
+_matched: Final[dict[tuple[str, str], "Matched"]] = {}
 _lock: Final = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matched:
+    """A block that an override took the place of.
+
+    Attributes:
+        function: what it computed, as a function of the arguments of the override's operator.
+        path: of the module.
+        text: its operators and constants; equal for blocks that compute the same.
+        differentiable: the arguments whose gradients the program may ask for.
+    """
+
+    function: Function
+    path: str
+    text: str
+    differentiable: tuple[str, ...]
 
 
 def apply_blocks(module: GraphModule, context: LoweringContext, *, training: bool) -> tuple[NodePlacement, ...]:
@@ -76,8 +95,8 @@ def apply_blocks(module: GraphModule, context: LoweringContext, *, training: boo
     return tuple(refusals)
 
 
-def matched_block(item: Override, node: Node) -> Function | None:
-    """What a call of an override replaced, as a function of the call's arguments; None if it is not known any more.
+def matched_block(item: Override, node: Node) -> Matched | None:
+    """What a call of an override replaced; None if it is not known any more.
 
     Args:
         item: an override of the tag form.
@@ -86,6 +105,13 @@ def matched_block(item: Override, node: Node) -> Function | None:
     stack = node.meta.get("nn_module_stack") or {}
     with _lock:
         return _matched.get((item.name, next(reversed(stack), "")))
+
+
+def matched_at(item: Override, path: str) -> Matched | None:
+    """The block of a module's path that an override replaced last, or None."""
+    with _lock:
+        found = [block for (name, _), block in _matched.items() if name == item.name and block.path == path]
+    return found[-1] if found else None
 
 
 def _matching(item: Override, module: GraphModule) -> list[Block]:
@@ -149,10 +175,27 @@ def _keep(item: Override, block: Block, module: GraphModule, arguments: dict[str
         results = graph(*given)
         return results[0] if len(results) == 1 else results
 
+    made = Matched(
+        function=call,
+        path=block.path,
+        text=_text(graph),
+        differentiable=tuple(n for n, a in arguments.items() if getattr(fake_value(a), "requires_grad", False)),
+    )
     with _lock:
-        _matched[item.name, block.key] = call
+        _matched.pop((item.name, block.key), None)
+        _matched[item.name, block.key] = made
         while len(_matched) > _KEPT:
             del _matched[next(iter(_matched))]
+
+
+def _text(graph: GraphModule) -> str:
+    """The operators of a block with their constants, whatever its nodes are called."""
+    numbers = {node: f"%{index}" for index, node in enumerate(graph.graph.nodes)}
+    lines = [
+        f"{op_name(node)} {torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)}"
+        for node in graph.graph.nodes
+    ]
+    return "\n".join(lines)
 
 
 def _source_of(node: Node, arguments: dict[str, Node]) -> tuple[str, int | None] | None:

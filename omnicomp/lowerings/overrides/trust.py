@@ -1,0 +1,156 @@
+"""What is known of overrides from comparing them with their references, in this process and in earlier ones.
+
+One file a verdict, so that processes need not agree on one: a verdict holds for an override's source, the dtypes and
+shape class of the arguments, the device and torch's version. A file that can't be read counts as no verdict. An
+override that was found wrong once is not used on that device any more, whatever its arguments, until its source changes.
+"""
+
+import contextlib
+import hashlib
+import json
+import platform
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from omnicomp.lowerings.overrides.declaration import Override
+from omnicomp.timeline import Reason
+
+__all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "size_class", "trust"]
+
+_lock: Final = threading.Lock()
+_trusted: Final[set[str]] = set()
+_distrusted: Final[dict[str, Reason | None]] = {}
+
+
+def classify(values: Sequence[Any]) -> str:
+    """The dtypes and the shape class of an override's arguments, as text.
+
+    Of a tensor: its dtype; each size as 0, 1, or the power of two below it and whether it is a multiple of 16;
+    whether it is contiguous, in channels-last order, expanded or strided otherwise; and whether it is aligned to 16
+    bytes. These are what kernels have other code for. A number counts by its size in the same way, if it is a whole
+    one, and by its value if it is not.
+    """
+    return ",".join(map(_describe, tree_leaves(list(values))))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = "x".join(map(size_class, value.shape))
+        aligned = "" if value.data_ptr() % 16 == 0 else "!"
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]{_layout(value)}{aligned}"
+    return size_class(value) if type(value) is int and abs(value) > 64 else repr(value)
+
+
+def size_class(n: int) -> str:
+    """A size as `classify` describes it: 0, 1, or the power of two below it, with a star for a multiple of 16."""
+    if n in (0, 1):
+        return str(n)
+    return f"{'-' if n < 0 else ''}2^{abs(n).bit_length() - 1}{'' if n % 16 else '*'}"
+
+
+def _layout(value: torch.Tensor) -> str:
+    if value.is_contiguous():
+        return "c"
+    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        return "e"
+    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
+        return "l"
+    return "s"
+
+
+def is_trusted(item: Override, case: str, device: torch.device, *, stored: bool) -> bool:
+    """Whether an override was found right for a class of arguments.
+
+    Args:
+        item: the override.
+        case: dtypes and shape class, and whatever else tells one use of the override from another.
+        device: where the arguments are.
+        stored: whether to look on disk, too.
+    """
+    key = _key(item, device, case)
+    if key in _trusted:
+        return True
+    found = _read("trusted", key) if stored else None
+    if found is None or found.get("case") != case:
+        return False
+    with _lock:
+        _trusted.add(key)
+    return True
+
+
+def trust(item: Override, case: str, device: torch.device, *, stored: bool) -> str:
+    """Keep that an override was found right; returns why that could not be written, or an empty text."""
+    key = _key(item, device, case)
+    with _lock:
+        _trusted.add(key)
+    return _write("trusted", key, {"override": item.name, "case": case}) if stored else ""
+
+
+def distrust(item: Override, device: torch.device, reason: Reason, *, stored: bool) -> str:
+    """Keep that an override was found wrong; returns why that could not be written, or an empty text."""
+    key = _key(item, device)
+    with _lock:
+        _distrusted[key] = reason
+    return _write("distrusted", key, {"override": item.name, "reason": reason.to_dict()}) if stored else ""
+
+
+def distrusted(item: Override, device: torch.device, *, stored: bool = True) -> Reason | None:
+    """Why an override is not used on a device any more; None if nothing was found against it."""
+    key = _key(item, device)
+    if stored and key not in _distrusted:
+        reason, data = None, _read("distrusted", key)
+        if data is not None:
+            with contextlib.suppress(TypeError, ValueError, KeyError):  # not ours: it is verified anew
+                reason = Reason.from_dict(data["reason"])
+        with _lock:
+            _distrusted.setdefault(key, reason)
+    return _distrusted.get(key)
+
+
+def forget() -> None:
+    """Forget what this process knows; files stay."""
+    with _lock:
+        _trusted.clear()
+        _distrusted.clear()
+
+
+def _key(item: Override, device: torch.device, case: str = "") -> str:
+    parts = (item.name, item.digest, torch.__version__, _device_name(device), case)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return device.type
+
+
+def _path(kind: str, key: str) -> Path:
+    from omnicomp.verdicts import folder  # it needs the lowerings, which need this
+
+    return folder() / "overrides" / kind / f"{key}.json"
+
+
+def _read(kind: str, key: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(_path(kind, key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # none, or damaged: it is verified anew
+    return data if isinstance(data, dict) else None
+
+
+def _write(kind: str, key: str, data: dict[str, Any]) -> str:
+    from omnicomp.verdicts import write_whole
+
+    try:
+        write_whole(_path(kind, key), json.dumps(data))
+    except OSError as error:
+        return f"the verdict on the override {data['override']} is not kept: {error}"
+    return ""
