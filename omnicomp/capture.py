@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp import passes
 from omnicomp._torch import dynamo, inductor
+from omnicomp.cache_keys import KeyParts
 from omnicomp.costs import known_sizes
 from omnicomp.devices import Device, get_device, primary_device
 from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
@@ -21,10 +23,12 @@ from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.options import Policy
 from omnicomp.passes.base import digest as passes_digest
+from omnicomp.precision import record_without_tf32
 from omnicomp.records import distinct
 from omnicomp.timeline import Capture, NodePlacement, Option, Reason, attach, current
+from omnicomp.verdicts import wrong_code
 
-__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "package_digest", "version"]
+__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts", "package_digest", "version"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class CapturedGraph:
     sizes: dict[str, int]
     capture: Capture
     declined: tuple[NodePlacement, ...] = ()
+    key: KeyParts = dataclasses.field(default_factory=KeyParts)
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
         """What the lowerings may know about one part."""
@@ -56,6 +61,7 @@ class CapturedGraph:
             sources=self.sources,
             sizes=self.sizes,
             declined=self.declined,
+            key=self.key,
         )
 
 
@@ -72,20 +78,21 @@ def capture_graph(
     tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
     device = primary_device(t.device.type for t in tensors) if policy.device == "auto" else get_device(policy.device)
     training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
-    id = timeline.next_graph()
+    id, modules, function = timeline.next_graph(), distinct(map(module_path, nodes)), function_name(nodes)
     graph = CapturedGraph(
         id=id,
         device=device,
         policy=policy,
         training=training,
         digest=graph_digest(policy, device),
-        modules=distinct(map(module_path, nodes)),
+        modules=modules,
         sources=distinct(map(source_line, nodes)),
         sizes=known_sizes(inputs),
+        key=KeyParts(identity=_identity(function, modules, training), parts=key_parts(policy, device)),
         capture=Capture(
             graph=id,
             compile_id=dynamo.compile_id(),
-            function=function_name(nodes),
+            function=function,
             nodes=call_count(gm),
             device=device.type,
             training=training,
@@ -96,6 +103,7 @@ def capture_graph(
         ),
     )
     timeline.append(graph.capture)
+    record_without_tf32(id, policy.dtype_policy, device, timeline)
     if inductor.freezing_requested(policy.inductor):
         _record_freezing(graph)
     return graph
@@ -128,6 +136,24 @@ def graph_digest(policy: Policy, device: Device) -> str:
         overrides.digest(policy.disable_overrides, policy.overrides),
     )
     return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
+
+
+def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
+    """What the digest is made of, part by part: a text to show, and a hash."""
+    parts = {"omnicomp": (version(), package_digest()), "device": (device.type, device.type)}
+    parts["code found to be wrong"] = ("", wrong_code())
+    for name, value in policy.digest_parts().items():
+        parts[f"option {name}"] = (repr(value), repr(value))
+    for item in passes.PIPELINE:
+        parts[f"pass {item.name}"] = ("", passes_digest((item,)))
+    for item in overrides.enabled(policy.disable_overrides, policy.overrides):
+        parts[f"override {item.name}"] = ("", item.digest)
+    return parts
+
+
+def _identity(function: str, modules: Sequence[str], training: bool) -> str:
+    """What stays the same when a program is edited: its function and modules, without line numbers."""
+    return "\n".join((re.sub(r":\d+\)$", ")", function), f"training: {training}", *modules))
 
 
 @functools.cache

@@ -10,11 +10,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.fx import boxed
 from omnicomp._torch.symbols import free_symbols
 from omnicomp.graphs import fake_value
 
 __all__ = ["Piece", "extract", "gather_getitems", "stitch"]
+
+
+Call = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,43 +113,74 @@ def _attribute(module: GraphModule, target: str) -> Any:
 
 
 def stitch(
-    module: GraphModule, pieces: Sequence[Piece], calls: Sequence[Callable[[list[Any]], Sequence[Any]]]
-) -> Callable[[list[Any]], Sequence[Any]]:
+    module: GraphModule, pieces: Sequence[Piece], calls: Sequence[Call], later: Sequence[Call] | None = None
+) -> Call:
     """Generate the code that calls the pieces in order.
+
+    A value is in a variable until its last use, and in the list that a piece gets then, so that the piece frees it when
+    it is through with it. Nothing is between the generated code and what it calls.
 
     Args:
         module: the part that the pieces were cut from.
         pieces: in program order.
         calls: what to call for each piece, with the list of its inputs.
+        later: what to call instead once a call of that has returned.
 
     Returns:
         A function of the list of the part's inputs, which it clears; it returns the part's outputs.
     """
-    graph = Graph()
-    values: dict[Node, Node] = {
-        node: graph.placeholder(node.name) for node in module.graph.find_nodes(op="placeholder")
-    }
     output = next(iter(reversed(module.graph.nodes)))
-    constants: dict[str, Any] = {}
+    last: dict[Node, int] = {node: index for index, piece in enumerate(pieces) for node in piece.inputs}
+    last.update(dict.fromkeys(output.all_input_nodes, len(pieces)))
+    names = {node: f"v{index}" for index, node in enumerate(module.graph.nodes)}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    lines = [*_unpacked([names[node] for node in placeholders], "inputs"), "inputs.clear()"]
+    lines += _deleted([names[node] for node in placeholders if node not in last])
+    namespace: dict[str, Any] = {}
     for index, (piece, call) in enumerate(zip(pieces, calls, strict=True)):
-        named = _named(call, f"subgraph_{index}")
-        result = graph.call_function(named, ([values[node] for node in piece.inputs],))
-        for position, node in enumerate(piece.outputs):
-            values[node] = graph.call_function(operator.getitem, (result, position))
+        name = f"subgraph_{index}"
+        namespace[name] = call if later is None else _until_first(namespace, name, call, later[index])
+        lines.append(f"inputs = [{', '.join(names[node] for node in piece.inputs)}]")
+        lines += _deleted([names[node] for node in piece.inputs if last[node] == index])
+        results = [names[node] for node in piece.outputs]
+        lines += _unpacked(results, f"{name}(inputs)")
+        lines += _deleted([names[node] for node in piece.outputs if node not in last])
     for node in output.all_input_nodes:
-        if node.op == "get_attr" and node not in values:
-            constants[str(node.target)] = _attribute(module, str(node.target))
-            values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(torch.fx.map_arg(output.args[0], values.__getitem__))
-    return boxed(GraphModule(constants, graph))
+        if node.op == "get_attr":
+            namespace[names[node]] = _attribute(module, str(node.target))
+    lines.append(f"return {_returned(output.args[0], names)}")
+    body = "\n    ".join(lines)
+    source = f"def call(inputs):\n    {body}\n"
+    exec(compile(source, "<omnicomp: a part that was cut>", "exec"), namespace)
+    stitched: Any = namespace["call"]
+    stitched._boxed_call = True
+    return stitched
 
 
-def _named(call: Callable[[list[Any]], Sequence[Any]], name: str) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function with a name of its own: the generated code refers to what it calls by name."""
+def _until_first(namespace: dict[str, Any], name: str, first: Call, later: Call) -> Call:
+    """Call `first`, and put `later` in its place once it has returned: generated code looks its globals up by name."""
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        return call(inputs)
+        outputs = first(inputs)
+        namespace[name] = later
+        return outputs
 
-    run.__name__ = run.__qualname__ = name
-    run.__module__ = __name__
     return run
+
+
+def _unpacked(names: Sequence[str], value: str) -> list[str]:
+    return [f"{', '.join(names)}, = {value}"] if names else [value]
+
+
+def _deleted(names: Sequence[str]) -> list[str]:
+    return [f"del {', '.join(dict.fromkeys(names))}"] if names else []
+
+
+def _returned(value: Any, names: dict[Node, str]) -> str:
+    """The source text of what a part returns: a tuple of nodes, numbers and None."""
+    if isinstance(value, Node):
+        return names[value]
+    if isinstance(value, (tuple, list)):
+        items: list[str] = [_returned(item, names) for item in value]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    return repr(value)

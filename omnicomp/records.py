@@ -9,19 +9,25 @@ an override took or refused; those of a whole part are read afresh from the Dyna
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from torch.fx import GraphModule, Node
 
+from omnicomp import fallbacks
 from omnicomp._torch import inductor
+from omnicomp._torch.lookups import Lookup
+from omnicomp.cache_keys import verdict
 from omnicomp.costs import cost_of, hint_of_text, size_of
 from omnicomp.graphs import fake_value, module_path, op_name, source_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
-from omnicomp.lowerings.override import override_of
+from omnicomp.lowerings.override import PlannedCall, override_of, planned, planned_call
+from omnicomp.lowerings.overrides.registry import registered
+from omnicomp.lowerings.overrides.tag import matched_at
 from omnicomp.partition import Piece
 from omnicomp.placement import Plan
+from omnicomp.precision import with_tf32
 from omnicomp.timeline import (
     Attempt,
     Cache,
@@ -34,6 +40,7 @@ from omnicomp.timeline import (
     Subgraph,
 )
 from omnicomp.timeline.events import event_from_dict
+from omnicomp.witness import Witness
 
 __all__ = ["PartRecord", "distinct", "replay"]
 
@@ -82,6 +89,7 @@ class PartRecord:
         )
         self._subgraphs: list[Subgraph] = []
         self._overrides: dict[str, list[str]] = {}
+        self._calls: dict[str, list[PlannedCall]] = {}
         for index, run in enumerate(plan.runs):
             piece = pieces[index] if pieces else None
             self._describe(index, run.lowering, run.nodes, _boundary(module, piece), whole=piece is None)
@@ -108,25 +116,21 @@ class PartRecord:
         """Record a part without operators: it only passes its inputs on."""
         self._append(self._placement)
 
-    def emit_cache(self, before: Mapping[str, int], compiled: Any) -> None:
-        """Record the verdict of Inductor's cache, from its counters before the build."""
-        after = inductor.cache_counters()
-        for verdict in ("hit", "miss", "bypass"):
-            if after[f"fx_graph.{verdict}"] > before[f"fx_graph.{verdict}"]:
-                key = inductor.artefact_key(compiled)
-                self._append(
-                    Cache(
-                        graph=self._context.graph_id,
-                        part=self._context.part,
-                        cache="fx_graph",
-                        verdict=verdict,
-                        key=key,
-                    )
-                )
+    def emit_cache(self, lookups: Sequence[Lookup], index: int | None = None) -> None:
+        """Record what Inductor's cache said about the part, or about one subgraph of a part that was cut."""
+        subgraph = "" if index is None else self.subgraph_id(index)
+        where = {"graph": self._context.graph_id, "part": self._context.part, "subgraph": subgraph}
+        self._append(*(verdict(lookup, self._context.key, **where) for lookup in lookups))
 
-    def emit_ran(self, result: Executable) -> None:
-        """Record that the part's Inductor graph was called, and the overrides inside it."""
-        emit_ran(self._context, self._subgraphs, result)
+    def calls(self, index: int) -> Sequence[PlannedCall]:
+        """The calls of overrides in a subgraph, in program order."""
+        return self._calls.get(self.subgraph_id(index), ())
+
+    def emit_ran(self, result: Executable, witness: Witness, index: int = 0) -> None:
+        """Record that a subgraph was called, and the overrides inside it."""
+        id = self.subgraph_id(index)
+        chosen = [s for s in self._subgraphs if s.subgraph == id or s.subgraph.startswith(f"{id}/")]
+        emit_ran(self._context, chosen, result, witness)
 
     def emit_cudagraphs_off(self) -> None:
         """Record that CUDA graphs were asked for, but the part has more than one executable."""
@@ -161,15 +165,18 @@ class PartRecord:
                 sources=self._context.sources if whole else distinct(map(source_line, nodes)),
             )
         )
-        if lowering != "inductor":
-            return
+        calls = self._calls.setdefault(identity, [])
         for node in nodes:
+            call = planned_call(node, identity)
+            if call is not None:
+                calls.append(call)
             item = override_of(node)
-            if item is None:
+            if item is None or lowering != "inductor":
                 continue
             names = self._overrides.setdefault(identity, [])
             count = sum(1 for name in names if name.split(":")[0] == item.name)
             names.append(item.name if count == 0 else f"{item.name}:{count}")
+            calls[-1] = dataclasses.replace(calls[-1], subgraph=f"{identity}/{names[-1]}")
             self._subgraphs.append(
                 self._subgraph(
                     f"{identity}/{names[-1]}",
@@ -272,21 +279,32 @@ def _without_identity(event: Event) -> dict[str, Any]:
     return {key: value for key, value in event.to_dict().items() if key not in dropped}
 
 
-def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable) -> None:
-    """Record what an Inductor graph ran, judged by its generated code.
+def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable, witness: Witness) -> None:
+    """Record what a subgraph ran, judged by what was seen in its first call.
 
-    An override inside it ran only if the generated module calls its operator; if it does not, the audit shows that the
-    plan and what ran differ.
+    Where that speaks against what the executable says of itself, the audit shows that the plan and what ran differ. An
+    override inside it ran only if the generated module calls its operator, and the operator was called.
     """
     evidence, kernels = result.attest()
+    counted: Counter[str] = Counter()
     for subgraph in subgraphs:
+        name = "".join(subgraph.ops)
+        counted[name] += 1
         if "/" not in subgraph.subgraph:
-            ran, seen, calls = result.lowering, evidence, kernels
+            ran, seen, calls = witness.ran, "; ".join(filter(None, (witness.evidence, evidence))), kernels
+            note = witness.notes.get(subgraph.subgraph, "")
+            seen = f"{seen}; {note}" if note and ran == "override" else seen
+        elif witness.was_replaced(subgraph.subgraph):
+            ran, seen, calls = "eager", f"{witness.notes[subgraph.subgraph]}, called from {evidence}", {}
+        elif witness.watched and witness.calls_of(subgraph.ops) < counted[name]:
+            ran, seen, calls = witness.ran, f"not called in the first call of {evidence}", {}
         else:
             operators = [f"torch.ops.{op}" for op in subgraph.ops]
             calls = {name: count for name, count in kernels.items() if name in operators}
             ran = "override" if calls else result.lowering
             seen = f"{', '.join(calls)} called from {evidence}" if calls else f"not called from {evidence}"
+            note = witness.notes.get(subgraph.subgraph, "")
+            seen = f"{seen}; {note}" if note and calls else seen
         context.timeline.append(
             Ran(
                 graph=context.graph_id,
@@ -299,11 +317,11 @@ def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Ex
         )
 
 
-def replay(record: str | None, context: LoweringContext, compiled: Any) -> None:
-    """Put the record of a restored part into the timeline, and attest its first call.
+def replay(kept: inductor.Kept, context: LoweringContext, compiled: Any) -> None:
+    """Put the record of a restored part into the timeline, guard its calls, and attest the first.
 
     Args:
-        record: what `PartRecord.dumps` made, or None if the artefact holds none.
+        kept: what `PartRecord.dumps` and `fallbacks.dumps` made, as far as the artefact holds it.
         context: where the part belongs now.
         compiled: the restored graph.
     """
@@ -315,20 +333,46 @@ def replay(record: str | None, context: LoweringContext, compiled: Any) -> None:
             cache="aot_autograd",
             verdict="hit",
             key=inductor.artefact_key(compiled),
-            note="" if record else "the artefact has no record of the decisions that made it",
+            note="" if kept.record else "the artefact has no record of the decisions that made it",
         )
     )
     subgraphs: list[Subgraph] = []
-    for data in json.loads((record or "[]").replace('"@', f'"{context.part_id}')):
+    overrides: list[PlannedCall] = []
+    for data in json.loads((kept.record or "[]").replace('"@', f'"{context.part_id}')):
         event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
         if isinstance(event, Subgraph):
             event = _read_afresh(event, context)
             subgraphs.append(event)
+            overrides += _calls_again(event)
         elif isinstance(event, Attempt) and event.selected and event.lowering == "inductor":
             event = dataclasses.replace(event, artefact=result.artefact)
         if event is not None:
             timeline.append(event)
-    inductor.call_once_before_restoring(compiled, lambda: emit_ran(context, subgraphs, result))
+    guard = None
+    if kept.fallback and context.policy.on_error != "raise":
+        guard = fallbacks.guard(kept.fallback, context, compiled, recorded=kept.recorded)
+        inductor.exchange_callable(compiled, lambda _: guard.boxed())
+    inductor.exchange_callable(compiled, lambda call: with_tf32(call, context))
+
+    def ran() -> None:
+        if guard is None or not guard.stepped_down:
+            emit_ran(context, subgraphs, result, witness)
+
+    # What the graph writes to is not known here, so that a forward can't be given up.
+    path = inductor.generated_python(compiled)
+    witness = Witness(context, "inductor", overrides, path=path, repeatable=False)
+    inductor.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
+
+
+def _calls_again(event: Subgraph) -> list[PlannedCall]:
+    """The call of an override that a row of a restored part stands for."""
+    parent, _, name = event.subgraph.rpartition("/")
+    item = next((i for i in registered() if parent and i.name == name.split(":")[0]), None)
+    operator = next((o for o in item.operators if str(o) in event.ops), None) if item is not None else None
+    if item is None or operator is None:
+        return []
+    block = next(filter(None, (matched_at(item, path) for path in event.modules)), None)
+    return [planned(item, operator, block, event.subgraph)]
 
 
 def _read_afresh(event: Subgraph, context: LoweringContext) -> Subgraph:

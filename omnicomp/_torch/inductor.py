@@ -1,6 +1,7 @@
 """Inductor's internals: its options, `compile_fx`, the compiled graph, and the tag in its cache keys."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 import threading
@@ -13,8 +14,8 @@ import torch
 import torch._functorch.config
 import torch._guards
 import torch._inductor.config
+import torch._inductor.debug
 import torch.compiler.config
-from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
 from torch._inductor import list_mode_options
 from torch._inductor.codecache import get_path
@@ -25,17 +26,19 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import BoxedBool
 
+from omnicomp._torch.faults import read_before_written
+from omnicomp._torch.lookups import Lookup, graph_lookups
 from omnicomp._torch.writes import separate_outputs
 from omnicomp.once import Once
 
 __all__ = [
     "CompiledFxGraph",
     "InductorError",
+    "Kept",
     "LoweringException",
     "artefact_key",
     "artefact_path",
     "autograd_cache",
-    "cache_counters",
     "cache_dir",
     "cache_tag",
     "call_once_before_restoring",
@@ -43,6 +46,7 @@ __all__ = [
     "compile_part",
     "config_keys",
     "config_patches",
+    "direct",
     "disable_cudagraphs",
     "exchange_callable",
     "external_kernels",
@@ -50,6 +54,7 @@ __all__ = [
     "fallback_random",
     "freezing",
     "freezing_requested",
+    "generated_python",
     "has_inductor",
     "is_missing_tool",
     "live_inputs",
@@ -63,6 +68,24 @@ __all__ = [
 ]
 
 _ARTEFACT_KEY: Final = "omnicomp"
+_FALLBACK_KEY: Final = "omnicomp_fallback"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What `compile_part` stored in an artefact, and how it is used now.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        record: the decisions that made it; None if it holds none.
+        fallback: what it takes to run its graph another way; empty if it holds nothing.
+        recorded: whether it is to be recorded as a CUDA graph.
+    """
+
+    part: str
+    record: str | None
+    fallback: bytes
+    recorded: bool
 
 
 @functools.cache
@@ -111,8 +134,10 @@ def cache_tag(digest: str) -> Generator[None]:
 
 
 def autograd_cache(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside, AOTAutograd's cache is as configured, or off."""
-    return contextlib.nullcontext() if enabled else torch._functorch.config.patch(enable_autograd_cache=False)
+    """Inside, AOTAutograd's cache, the local and the remote one, is as configured, or off."""
+    if enabled:
+        return contextlib.nullcontext()
+    return torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
 
 
 def reset_cudagraphs() -> None:
@@ -122,16 +147,26 @@ def reset_cudagraphs() -> None:
     reset_cudagraph_trees()
 
 
-def compile_part(module: torch.fx.GraphModule, inputs: Sequence[Any], record: str, **kwargs: Any) -> Any:
-    """Build one post-autograd graph with Inductor, with `record` travelling in the artefact.
+def compile_part(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    record: str,
+    lookups: list[Lookup],
+    fallback: bytes = b"",
+    **kwargs: Any,
+) -> Any:
+    """Build one post-autograd graph with Inductor, with `record` and `fallback` travelling in the artefact.
 
-    `record` is kept in the compiled graph's `fx_kwargs`, which Inductor hashes into its cache key and pickles with the
+    Both are kept in the compiled graph's `fx_kwargs`, which Inductor hashes into its cache key and pickles with the
     artefact: a warm start finds the decisions that made it, from the local cache, a remote one or a cache bundle.
 
     Args:
         module: the graph; Inductor changes it.
         inputs: fake tensors and symbolic sizes.
         record: what to keep, as text; the same for the same graph and decisions.
+        lookups: gets what Inductor's graph cache was asked.
+        fallback: what it takes to run the graph another way (`fallbacks.dumps`); bytes, of which torch copies only the
+            beginning into the lines that it keeps of a key.
         kwargs: what `compile_fx` passes to its inner compile.
 
     Returns:
@@ -141,8 +176,8 @@ def compile_part(module: torch.fx.GraphModule, inputs: Sequence[Any], record: st
         InductorError: the graph can't be lowered or its code not compiled.
     """
     separate_outputs(module.graph)
-    with _observer_paused():
-        return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record}, **kwargs)
+    with _observer_paused(), graph_lookups(lookups), read_before_written():
+        return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
 
 
 _paused = threading.local()
@@ -159,7 +194,7 @@ def _observer_paused() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, str], None]) -> Generator[None]:
+def on_artefact_loaded(callback: Callable[[CompiledFxGraph, Kept], None]) -> Generator[None]:
     """Call back for each compiled graph that AOTAutograd's cache restores inside the block.
 
     A hit of that cache never reaches our inner compile; the restored graph's `post_compile` is the one place that it
@@ -167,16 +202,23 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, str | None, str], No
     other compilations out of it.
 
     Args:
-        callback: gets the graph, the record that `compile_part` stored in it (None if there is none), and the part
-            that it is: `forward`, `backward` or `inference`.
+        callback: gets the graph, and what is kept in it.
     """
     original = CompiledFxGraph.post_compile
 
-    def post_compile(self: CompiledFxGraph, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def post_compile(
+        self: CompiledFxGraph, example_inputs: Any, constants: Any, graph_kwargs: Mapping[str, Any]
+    ) -> None:
+        original(self, example_inputs, constants, graph_kwargs)  # type: ignore[arg-type]
         if not getattr(_paused, "value", False):
             fx_kwargs: Mapping[str, Any] = self.fx_kwargs or {}
-            callback(self, fx_kwargs.get(_ARTEFACT_KEY), part_name(fx_kwargs))
+            kept = Kept(
+                part=part_name(fx_kwargs),
+                record=fx_kwargs.get(_ARTEFACT_KEY),
+                fallback=fx_kwargs.get(_FALLBACK_KEY, b""),
+                recorded=bool(graph_kwargs.get("cudagraphs")) and "cuda" in self.device_types,
+            )
+            callback(self, kept)
 
     with mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
         yield
@@ -198,7 +240,14 @@ def artefact_path(compiled: Any) -> str:
     return str(get_path(key, "py")[2]) if key else ""
 
 
+def generated_python(compiled: Any) -> str:
+    """Path of the Python module whose code a call of a compiled graph enters first; empty if it enters C++."""
+    kwargs: Mapping[str, Any] = getattr(compiled, "fx_kwargs", None) or {}
+    return "" if kwargs.get("cpp_wrapper") or kwargs.get("aot_mode") else artefact_path(compiled)
+
+
 _EXTERNAL: Final = re.compile(r"\b(torch\.ops\.[\w.]+|extern_kernels\.\w+)\(")
+_FROM_CPP: Final = re.compile(r'aoti_torch_call_dispatcher\("(\w+)::(\w+)", "(\w*)"')
 _ALIAS: Final = re.compile(r"^(\w+) = (torch\.ops\.[\w.]+)$", re.MULTILINE)
 _NOT_KERNELS: Final = ("torch.ops.inductor._reinterpret_tensor", "torch.ops.inductor._alloc_from_pool")
 
@@ -207,6 +256,8 @@ def external_kernels(compiled: Any) -> dict[str, int]:
     """What the generated module calls that Inductor did not generate: operators and extern kernels, with counts."""
     source: str = getattr(compiled, "source_code", None) or ""
     counts = Counter(name for name in _EXTERNAL.findall(source) if name not in _NOT_KERNELS)
+    for namespace, name, overload in _FROM_CPP.findall(source):
+        counts[f"torch.ops.{namespace}.{name}.{overload or 'default'}"] += 1
     for alias, name in _ALIAS.findall(source):
         calls = len(re.findall(rf"(?<![\w.]){alias}\(", source))
         if calls and name not in _NOT_KERNELS:
@@ -214,10 +265,21 @@ def external_kernels(compiled: Any) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def call_once_before_restoring(compiled: CompiledFxGraph, record: Callable[[], None]) -> None:
+def call_once_before_restoring(
+    compiled: CompiledFxGraph,
+    record: Callable[[], None],
+    first: Callable[[Callable[..., Any], Any], Any] = lambda call, inputs: call(inputs),
+    later: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call,
+) -> None:
     """Call `record` after the first successful call of a compiled graph; later calls pay nothing.
 
     The graph's callable is replaced, and put back by the first call itself.
+
+    Args:
+        compiled: the graph.
+        record: called once.
+        first: makes the first call, given the callable and its inputs.
+        later: asked after that for what to call from then on, given the same callable.
     """
     original = compiled.current_callable
     if original is None:
@@ -225,12 +287,34 @@ def call_once_before_restoring(compiled: CompiledFxGraph, record: Callable[[], N
     once = Once(record)
 
     def first_call(inputs: Sequence[Any]) -> Any:
-        outputs = original(inputs)
-        compiled.current_callable = original
+        outputs = first(original, inputs)
+        compiled.current_callable = later(original)
         once()
         return outputs
 
     compiled.current_callable = first_call
+
+
+def direct(compiled: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that calls what `compile_part` built, from the second call on without torch's bookkeeping.
+
+    `CompiledFxGraph.__call__` ends what belongs to the compilation, which the first call does, and names the graph in
+    profiles and in a record of executions; that takes longer than a small graph.
+    """
+    if not isinstance(compiled, CompiledFxGraph):
+        return compiled
+    begun = False
+
+    def directly(inputs: list[Any]) -> Sequence[Any]:
+        nonlocal begun
+        observed = torch.autograd.profiler._is_profiler_enabled or torch._inductor.debug.RECORD_GRAPH_EXECUTION
+        if begun and not observed:
+            return compiled.current_callable(inputs)  # type: ignore[misc]
+        outputs = compiled(inputs)
+        begun = True
+        return outputs
+
+    return directly
 
 
 def exchange_callable(compiled: CompiledFxGraph, exchange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -266,19 +350,6 @@ def live_inputs(error: BaseException, names: Sequence[str]) -> dict[str, Any]:
             found = {name: local[name] for name in names if local.get(name) is not None} or found
         frame = frame.tb_next
     return found
-
-
-def cache_counters() -> dict[str, int]:
-    """Hits, misses and bypasses of each cache so far, for example `fx_graph.hit`."""
-    fx, aot = counters["inductor"], counters["aot_autograd"]
-    return {
-        "fx_graph.hit": fx["fxgraph_cache_hit"],
-        "fx_graph.miss": fx["fxgraph_cache_miss"],
-        "fx_graph.bypass": fx["fxgraph_cache_bypass"],
-        "aot_autograd.hit": aot["autograd_cache_hit"],
-        "aot_autograd.miss": aot["autograd_cache_miss"],
-        "aot_autograd.bypass": aot["autograd_cache_bypass"],
-    }
 
 
 def failing_node(error: BaseException) -> torch.fx.Node | None:

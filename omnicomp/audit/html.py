@@ -271,7 +271,7 @@ def _caches(audit: Audit) -> str:
             _code(graph.id),
             *(_e(cell) for cell in (cache.part, cache.cache, cache.verdict)),
             _code(cache.key),
-            _e(cache.note),
+            _e(rows.cache_note(cache)),
         )
         for graph in audit.graphs
         for cache in graph.caches

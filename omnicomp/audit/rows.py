@@ -6,11 +6,12 @@ from typing import Final
 
 from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
 from omnicomp.audit.summary import plural, short_source
-from omnicomp.timeline import NearMiss, PassRun, Reason, Speculation
+from omnicomp.timeline import Cache, NearMiss, PassRun, Reason, Speculation
 
 __all__ = [
     "ReasonRow",
     "basis_note",
+    "cache_note",
     "counts",
     "duration",
     "graph_line",
@@ -185,6 +186,16 @@ def speculation(event: Speculation) -> tuple[str, str, str, str]:
     why = with_lever(event.reason) if event.reason else ""
     detail = "; ".join(piece for piece in (saves, inputs, why) if piece)
     return event.sentence, _STATES.get(event.state, event.state), event.variant, detail
+
+
+def cache_note(event: Cache) -> str:
+    """Why a cache missed or was bypassed: `changed: option dtype_policy: 'keep' → 'bf16'`."""
+    shown = "; ".join(event.changed[:8])
+    more = f"; and {len(event.changed) - 8} more" if len(event.changed) > 8 else ""
+    changed = f"changed: {shown}{more}" if shown else ""
+    return "; ".join(
+        piece for piece in (event.note, changed, with_lever(event.reason) if event.reason else "") if piece
+    )
 
 
 def basis_note(audit: Audit) -> str:

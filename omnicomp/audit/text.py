@@ -158,6 +158,7 @@ def _caches(audit: Audit) -> Table:
     for graph in audit.graphs:
         for cache in graph.caches:
             table.add_row(
-                *(_text(cell) for cell in (graph.id, cache.part, cache.cache, cache.verdict, cache.key, cache.note))
+                *(_text(cell) for cell in (graph.id, cache.part, cache.cache, cache.verdict, cache.key)),
+                _text(rows.cache_note(cache)),
             )
     return table

@@ -19,6 +19,8 @@ from omnicomp.timeline.events import (
     Rewrite,
     Speculation,
     Subgraph,
+    Verification,
+    Weights,
 )
 from omnicomp.timeline.levels import backend_timeline as _levels
 from omnicomp.timeline.reasons import CODES, Reason
@@ -47,6 +49,8 @@ __all__ = [
     "Speculation",
     "Subgraph",
     "Timeline",
+    "Verification",
+    "Weights",
     "attach",
     "backend_timeline",
     "clear",

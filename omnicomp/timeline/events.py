@@ -34,6 +34,8 @@ __all__ = [
     "Rewrite",
     "Speculation",
     "Subgraph",
+    "Verification",
+    "Weights",
     "event_from_dict",
 ]
 
@@ -293,22 +295,52 @@ class Ran(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification(Event):
+    """An override was compared with its reference on the arguments of a real call.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        subgraph: id of the call, for example `g0.forward.0/softmax_topk`.
+        name: name of the override.
+        state: `right`; `wrong`; `known`: found right before, in this process or an earlier one; `unknown`: the two
+            could not be compared.
+        direction: `forward`, or `backward` for the gradients.
+        detail: the errors, or why they could not be compared.
+        seconds: wall time of the comparison, the reference's runs included.
+    """
+
+    part: str
+    subgraph: str
+    name: str
+    state: str
+    direction: str = "forward"
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache(Event):
     """Verdict of a compile cache.
 
     Attributes:
         part: `forward`, `backward` or `inference`; empty for the cache of the whole graph.
-        cache: `fx_graph` or `aot_autograd`.
+        subgraph: id of the subgraph, in a part that was cut; else empty.
+        cache: `fx_graph`, `aot_autograd`, or `verdicts`, which holds what earlier processes found to fail.
         verdict: `hit`, `miss` or `bypass`.
         key: the cache's key, or empty.
-        note: why it was bypassed, or empty.
+        note: why it was bypassed or missed, or empty.
+        changed: the parts of the key in which a miss differs from the nearest earlier compilation.
+        reason: why that can't be told, where a record of earlier compilations can't be used.
     """
 
     part: str
     cache: str
     verdict: str
+    subgraph: str = ""
     key: str = ""
     note: str = ""
+    changed: tuple[str, ...] = ()
+    reason: Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -336,11 +368,28 @@ class Speculation(Event):
     reason: Reason | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights(Event):
+    """The first call of a graph that reads low-precision copies of parameters instead of casting them.
+
+    Attributes:
+        copies: how many it reads.
+        bytes: memory of those that no other graph reads.
+        shared: memory of those that other graphs read, too.
+        total: memory of all such copies in the process at that moment.
+    """
+
+    copies: int
+    bytes: int
+    shared: int = 0
+    total: int = 0
+
+
 EVENT_TYPES: Final[dict[str, type[Event]]] = {
     cls.type: cls
     for cls in (
         *(Capture, Option, PassRun, Rewrite, NearMiss, Speculation),
-        *(Placement, Subgraph, Attempt, Retreat, Ran, Cache),
+        *(Placement, Subgraph, Attempt, Retreat, Ran, Verification, Cache, Weights),
     )
 }
 

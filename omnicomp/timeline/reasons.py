@@ -27,12 +27,15 @@ CODES: Final[dict[str, str]] = {
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",
     "not_profitable": "the rewrite is right, but would not be faster on this device",
     "not_equal": "the rewrite would change values beyond the dtype's tolerance",
+    "dtype_refused": "an operator needs a dtype that the device lacks, and takes no other",
     # speculation
     "not_checkable": "an assumption can't be checked cheaply from the inputs of the graph",
     "assumption_failed": "what a variant was compiled for was not so in the calls that were seen",
     "check_failed": "the check of an assumption raised",
     # options and caches
     "option_ineffective": "an option was requested, but has no effect",
+    "verdict_unusable": "what earlier processes found to fail can't be read or kept",
+    "key_record_unusable": "what earlier compilations were made of can't be read or kept",
 }
 
 

@@ -25,6 +25,7 @@ from omnicomp.timeline import (
     Rewrite,
     Speculation,
     Subgraph,
+    Verification,
 )
 from omnicomp.timeline.events import event_from_dict
 
@@ -47,6 +48,7 @@ EVENTS: list[Event] = [
     Attempt(graph="g0", part="", subgraph="g0", lowering="eager", ok=True, selected=True),
     Retreat(graph="g0", part="", subgraph="g0", source_lowering="inductor", target_lowering="eager", reason=WHY),
     Ran(graph="g0", part="", subgraph="g0", lowering="eager", kernels={"mm": 2}),
+    Verification(graph="g0", part="forward", subgraph="g0.forward.0/o", name="o", state="right", seconds=0.5),
     Cache(graph="g0", part="", cache="fx_graph", verdict="hit"),
 ]
 

@@ -71,7 +71,7 @@ def test_gradients_of_learned_biases(trained):
         "table": (lambda q, k, v, t: attend(q @ k.mT + F.embedding(where, t).permute(2, 0, 1), v), torch.randn(9, 4)),
         "bias": (lambda q, k, v, t: attend(q @ k.mT * 0.25 + t, v), torch.randn(1, 4, 6, 8)),
         "slopes": (lambda q, k, v, t: attend(q @ k.mT - t[:, None, None] * where, v), torch.rand(4)),
-        "temperature": (lambda q, k, v, t: attend(q @ k.mT * t.exp().view(1, 4, 1, 1), v), torch.randn(4)),
+        "temperature": (lambda q, k, v, t: attend(q @ k.mT * t.exp().view(1, 4, 1, 1), v), torch.rand(4) - 0.5),
     }
     function, parameter = forms[trained]
     assert differentiate(function, *inputs()[:3], parameter).rewrite()

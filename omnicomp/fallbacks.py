@@ -1,0 +1,110 @@
+"""The way down for an artefact from a cache: the graph that it was made of travels with it, as text.
+
+AOTAutograd's cache restores compiled code without the graph. Should that code raise in a call, eager needs the graph:
+so its generated source, its small constants and the layout of its results are kept in the artefact, beside the record
+of its decisions. What a start reads of it is one short line; the rest is read only when a call has raised.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from omnicomp._torch import inductor
+from omnicomp._torch.fx import boxed, copy_module
+from omnicomp._torch.sources import from_source, to_source
+from omnicomp.costs import hint_of_text, size_of
+from omnicomp.layouts import Layout
+from omnicomp.localize import first_line
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings.eager import eager_executable, prepare
+from omnicomp.retreat import Guard, obstacle, recorded_as_cudagraph
+from omnicomp.timeline import Reason
+
+__all__ = ["HELD_BYTES", "dumps", "guard"]
+
+# Of what was saved for a backward, this much is held until its call has returned, so that it can be repeated.
+HELD_BYTES = 64 * 2**20
+
+
+def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
+    """What to keep of a post-autograd graph before Inductor gets it; the same for the same graph.
+
+    Args:
+        module: the graph; it is copied.
+        inputs: fake tensors and symbolic sizes.
+
+    Returns:
+        A line of JSON that is read at each start, and one that is read after a failure.
+    """
+    reason, body = obstacle(module), ""
+    head: dict[str, Any] = {
+        "inputs": [str(node.target) for node in module.graph.find_nodes(op="placeholder")],
+        "bytes": str(size_of(inputs)[0]),
+    }
+    if reason is None:
+        try:
+            body = _body(copy_module(module))
+        except Exception as error:  # noqa: BLE001 - the reason why no other way is tried, should a call raise
+            reason = Reason(
+                code="not_repeatable",
+                by="execution",
+                sentence=f"a failed call can't be repeated after a start from the cache, as {first_line(error)}",
+                lever="compile without the cache: torch._functorch.config.enable_autograd_cache = False",
+            )
+    # The user's lines would make the key depend on where the program stands in its file.
+    head["obstacle"] = dataclasses.replace(reason, source="").to_dict() if reason is not None else None
+    return f"{json.dumps(head, sort_keys=True)}\n{body}".encode()
+
+
+def _body(module: GraphModule) -> str:
+    layouts, operators = prepare(module)
+    boxed(module)
+    return json.dumps(
+        {
+            "graph": to_source(module),
+            "layouts": [layout and dataclasses.asdict(layout) for layout in layouts],
+            "operators": operators,
+        },
+        sort_keys=True,
+    )
+
+
+def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: bool) -> Guard:
+    """What steps down from a restored artefact to eager if a call raises, where that is safe.
+
+    Args:
+        kept: what `dumps` made.
+        context: where the part belongs now.
+        compiled: the restored graph, ready to be called.
+        recorded: whether it is to be recorded as a CUDA graph.
+    """
+    line, _, body = kept.partition(b"\n")
+    head: dict[str, Any] = json.loads(line)
+    names = tuple(head["inputs"])
+    reason = Reason.from_dict(head["obstacle"]) if head["obstacle"] else None
+    size = hint_of_text(head["bytes"], context.sizes)
+    return Guard(
+        call=compiled.current_callable,
+        inputs=names,
+        build=lambda: _executable(body),
+        overwritten=inductor.overwritten_inputs(compiled) & set(names),
+        obstacle=recorded_as_cudagraph(context.part_id) if recorded else reason,
+        context=context,
+        subgraph=f"{context.part_id}.0",
+        lowering="inductor",
+        keep_inputs=context.part != "backward" or 0 <= size <= HELD_BYTES,
+    )
+
+
+def _executable(body: bytes) -> Executable:
+    data: dict[str, Any] = json.loads(body)
+    layouts = [None if item is None else _layout(item) for item in data["layouts"]]
+    return eager_executable(from_source(data["graph"]), layouts, data["operators"])
+
+
+def _layout(data: dict[str, Any]) -> Layout:
+    strides = data["strides"]
+    return Layout(strides=None if strides is None else tuple(strides), order=tuple(data["order"]))
