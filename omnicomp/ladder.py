@@ -28,6 +28,7 @@ from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.once import Once
 from omnicomp.partition import Piece, extract, gather_getitems, stitch
 from omnicomp.placement import Plan, Run, place
+from omnicomp.precision import with_tf32
 from omnicomp.records import PartRecord
 from omnicomp.retreat import Guard, drawing_devices, obstacle, recorded_as_cudagraph
 from omnicomp.setbacks import Setbacks
@@ -136,6 +137,7 @@ class _Builder:
         verifier = self._verifier(plain, self._inputs, record.subgraph_id(0), written)
         if verifier is not None:
             inductor.exchange_callable(compiled, verifier.around)
+        inductor.exchange_callable(compiled, lambda call: with_tf32(call, self._context))
 
         path, repeatable = inductor.generated_python(compiled), obstacle(plain) is None
         witness = Witness(self._context, "inductor", record.calls(0), path=path, repeatable=repeatable)
@@ -270,6 +272,7 @@ class _Builder:
                     verifier = self._verifier(piece.module, piece.fake_inputs, subgraph, result.overwritten)
                 if verifier is not None:
                     result = dataclasses.replace(result, call=verifier.around(result.call))
+            result = dataclasses.replace(result, call=with_tf32(result.call, self._context))
             witness = Witness(
                 self._context, result.lowering, record.calls(index), path=result.generated, repeatable=repeatable
             )

@@ -1,20 +1,21 @@
 """An executable that raises in a call: what else runs, when nothing else may, and what is recorded of it."""
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import omnicomp
 from omnicomp.devices import get_device
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.options import Policy
-from omnicomp.retreat import Guard, obstacle
+from omnicomp.retreat import Guard, drawing_devices, obstacle
 from omnicomp.timeline import Attempt, Ran, Retreat, Timeline, current
 
 
@@ -165,12 +166,86 @@ def traced(function: Callable[..., Any]) -> GraphModule:
         (lambda x: x.sin() + 1, ""),
         (lambda x: torch.rand_like(x) + x, "random"),
         (lambda x: torch.nn.functional.dropout(x, 0.5), "random"),
+        (lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x.expand(1, 1, 2, 3)] * 3)[0], ""),
         (lambda x: x.mul_(2), "in place"),
     ],
 )
 def test_what_stands_in_the_way(function: Callable[..., Any], word: str) -> None:
     reason = obstacle(traced(function))
     assert (reason is None) if not word else (reason is not None and word in reason.sentence)
+
+
+def of_prims(seed_goes_out: bool = False, seed_comes_in: bool = False) -> GraphModule:
+    """A graph as Inductor rewrites one that draws random numbers."""
+    graph = Graph()
+    prims = torch.ops.prims
+    if seed_comes_in:
+        seeds = graph.placeholder("seeds")
+        seeds.meta["val"] = torch.ones(1, dtype=torch.int64)
+    else:
+        seeds = graph.call_function(prims.inductor_seeds.default, (1, torch.device("cpu")))
+        seeds.meta["val"] = torch.ones(1, dtype=torch.int64)
+    seed = graph.call_function(prims.inductor_lookup_seed.default, (seeds, 0))
+    drawn = graph.call_function(prims.inductor_random.default, ([3], seed, "rand"))
+    drawn.meta["val"] = torch.ones(3)
+    graph.output((drawn, seed) if seed_goes_out else (drawn,))
+    return GraphModule({}, graph)
+
+
+def test_attention_draws_random_numbers_if_it_drops_weights() -> None:
+    for arguments, draws in (((), False), ((0.1,), True), ((0.0, True), False)):
+        graph = Graph()
+        x = graph.placeholder("x")
+        operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+        graph.output((graph.call_function(operator, (x, x, x, *arguments)),))
+        assert (obstacle(GraphModule({}, graph)) is not None) is draws
+
+
+def test_random_numbers_may_be_drawn_anew_where_nobody_makes_the_same_again() -> None:
+    rand = traced(lambda x: torch.rand_like(x) + x)
+    assert [obstacle(rand, part) for part in ("forward", "backward", "inference")] == [None] * 3
+    assert drawing_devices(of_prims()) == (torch.device("cpu"),)
+    assert obstacle(of_prims(), "forward") is obstacle(of_prims(seed_goes_out=True), "inference") is None
+    handed_on = obstacle(of_prims(seed_goes_out=True), "forward")
+    assert handed_on is not None
+    assert "hands on the seed" in handed_on.sentence
+    made_again = obstacle(of_prims(seed_comes_in=True), "backward")
+    assert made_again is not None
+    assert "from a seed" in made_again.sentence
+
+
+@pytest.mark.parametrize("on_error", ["retreat", "retry"])
+def test_generators_are_put_back_before_a_call_is_repeated(on_error: str) -> None:
+    torch.manual_seed(5)
+    expected = [torch.rand(3), torch.rand(3)]
+
+    def draws(args: list[Any]) -> Sequence[Any]:
+        torch.rand(7)
+        raise RuntimeError("planted failure")
+
+    torch.manual_seed(5)
+    call, timeline = guard(draws, lambda _: [torch.rand(3)], on_error, draws=(torch.device("cpu"),))  # type: ignore[arg-type]
+    for want in expected:
+        assert torch.equal(call([3])[0], want)
+    assert len(of(timeline, Retreat)) == 1
+
+
+def test_what_a_failed_call_holds_is_freed_before_it_is_repeated() -> None:
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        alive.extend(ref() is not None for ref in held)
+        big = torch.ones(10)
+        held.append(weakref.ref(big))
+        if len(held) == 1:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return [args[0] * 2]
+
+    run, timeline = guard(call, Kernel())  # type: ignore[arg-type]
+    assert run([3]) == [6]
+    assert alive == [False]
+    assert of(timeline, Retreat)[0].target_lowering == "inductor"
 
 
 failures = {"forward": 0, "backward": 0}
@@ -239,3 +314,24 @@ def test_an_input_that_is_written_to_forbids_it() -> None:
         torch.compile(writes, backend="omni")(torch.randn(5))
     failures.update(forward=0)
     assert [e for e in current() if isinstance(e, Retreat)] == []
+
+
+@pytest.mark.inductor
+@torch.no_grad()
+def test_a_graph_that_draws_random_numbers_retreats_to_the_same_ones() -> None:
+    """With eager's generator, the call that raised and was made again draws what eager draws."""
+
+    def noisy(x: Tensor) -> Tensor:
+        return program(x + torch.rand_like(x))
+
+    x = torch.randn(5)
+    torch.manual_seed(3)
+    expected = [noisy(x), noisy(x), torch.rand(2)]
+    failures.update(forward=1)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        run = torch.compile(noisy, backend="omni", options={"fallback_random": True})
+        torch.manual_seed(3)
+        found = [run(x), run(x), torch.rand(2)]
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert [e.target_lowering for e in current() if isinstance(e, Retreat)] == ["eager"]

@@ -153,7 +153,7 @@ def test_an_error_is_raised_if_that_is_asked_for() -> None:
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse(None, None).verify == "off"
+    assert parse(None, None).verify == "overrides"
     monkeypatch.setenv("OMNICOMP_VERIFY", "first")
     assert parse(None, None).verify == "first"
     assert parse(None, {"verify": "always", "reference": "fp32"}).reference == "fp32"
@@ -190,5 +190,6 @@ def test_code_that_is_generated_wrong_is_found_in_forward_and_backward() -> None
     retreats = [e for e in current() if isinstance(e, Retreat)]
     assert [(e.part, e.reason.code) for e in retreats] == [("backward", "verification_failed")]
     ran = [(e.part, e.lowering) for e in current() if isinstance(e, Ran)]
-    assert ran == [("forward", "inductor"), ("backward", "eager")]
+    # The guilty node has a row of its own; the rest of the backward goes on compiled.
+    assert ran == [("forward", "inductor"), ("backward", "eager"), ("backward", "inductor")]
     assert omnicomp.audit().mismatches == ()

@@ -2,7 +2,7 @@
 
 One file a verdict, so that processes need not agree on one: a verdict holds for an override's source, the dtypes and
 shape class of the arguments, the device and torch's version. A file that can't be read counts as no verdict. An
-override that was found wrong once is not used on that device any more, whatever its arguments, until its source changes.
+override that was found wrong once is not used on that device any more, whatever it is called with, until it is edited.
 """
 
 import contextlib
