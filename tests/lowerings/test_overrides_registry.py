@@ -43,6 +43,23 @@ def test_two_of_one_name_are_an_error() -> None:
         declare([])
 
 
+def test_functions_of_one_text_differ_by_what_they_close_over() -> None:
+    """Else code that was compiled for one would be taken for the other."""
+
+    def declared(factor: float, *, check: Any = None) -> str:
+        @omnicomp.override(op=torch.ops.aten.digamma.default, name=NAME, check=check)
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return torch.special.digamma(x) * factor
+
+        found = next(item.digest for item in registered() if item.name == NAME)
+        unregister(NAME)
+        return found
+
+    assert declared(1.0) == declared(1.0) != declared(2.0)
+    # What has no value that can be told, such as a list, counts by its type: equal in every process.
+    assert declared([]) == declared([1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -161,7 +161,27 @@ def refused(item: Override, sentence: str, *, observed: str = "", needed: str = 
 
 
 def _source(item: Any) -> bytes:
+    """What a function is made of: its text, and the values that one function among several of the same text has."""
     try:
-        return inspect.getsource(item).encode()
+        text = inspect.getsource(item).encode()
     except (OSError, TypeError):
         return repr(item).encode()
+    cells = map(_content, getattr(item, "__closure__", None) or ())
+    defaults = getattr(item, "__defaults__", None) or ()
+    bound = (*cells, *defaults, *(getattr(item, "__kwdefaults__", None) or {}).items())
+    return text + repr([_value(value) for value in bound]).encode()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _value(value: Any) -> Any:
+    """A value as it reads in every process; of what has an address in its text, the type."""
+    if isinstance(value, tuple):
+        return tuple(map(_value, value))  # pyright: ignore[reportUnknownArgumentType]
+    plain = isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)))
+    return repr(value) if plain else type(value).__qualname__

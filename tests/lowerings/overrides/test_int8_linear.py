@@ -97,7 +97,7 @@ def test_every_spelling_is_taken(forward: Callable[..., Tensor], dynamic: bool) 
     layer.double()
     for value, own, exact in zip(got, eager, [layer(x.double()), layer(many.double())], strict=True):
         assert value.dtype == own.dtype
-        assert error(value, exact) <= 1.3 * error(own, exact)  # beyond 16 rows it is rounded before the bias
+        assert error(value, exact) <= 1.5 * error(own, exact)  # beyond 16 rows it is rounded before the bias
 
 
 def bias_inside(layer: Any, x: Tensor) -> Tensor:
