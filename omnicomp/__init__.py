@@ -23,7 +23,9 @@ from omnicomp.errors import (
 )
 
 if TYPE_CHECKING:
+    from omnicomp import weights
     from omnicomp.backend import omni
+    from omnicomp.dtypes import DtypePolicy
     from omnicomp.lowerings.overrides.registry import override
     from omnicomp.options import Policy
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Audit",
     "DeviceError",
+    "DtypePolicy",
     "LoweringError",
     "OmnicompError",
     "OptionError",
@@ -44,6 +47,7 @@ __all__ = [
     "omni",
     "override",
     "timeline",
+    "weights",
 ]
 
 # What needs torch's compiler is imported when it is first used: reading a timeline needs no torch at all.
@@ -51,6 +55,7 @@ _LAZY: Final = {
     "omni": "omnicomp.backend",
     "override": "omnicomp.lowerings.overrides.registry",
     "Policy": "omnicomp.options",
+    "DtypePolicy": "omnicomp.dtypes",
 }
 
 
@@ -61,6 +66,8 @@ def __getattr__(name: str) -> Any:
             return importlib.metadata.version("omnicomp")
         except importlib.metadata.PackageNotFoundError:
             return "checkout"
+    if name == "weights":
+        return importlib.import_module("omnicomp.weights")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'omnicomp' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["PRECISIONS", "Judged", "copy_of", "judge"]
+__all__ = ["PRECISIONS", "Judged", "copy_of", "judge", "relative_error"]
 
 PRECISIONS: Final = {"fp32": torch.float32, "fp64": torch.float64}
 """The dtypes of the reference, by the names that the option `reference` takes."""
@@ -58,7 +58,7 @@ def judge(found: Sequence[Any], expected: Sequence[Any], exact: Sequence[Any]) -
             if bool((certain & (got != own)).any()):
                 return Judged(error=float("inf"), own=0.0, allowed=0.0, worst=index)
             continue
-        error, own_error = _error(got, true), _error(own, true)
+        error, own_error = relative_error(got, true), relative_error(own, true)
         allowed = _FACTOR * own_error + _ROUNDINGS * torch.finfo(got.dtype).eps
         if not error <= allowed and not torch.equal(got.nan_to_num(), own.nan_to_num()):
             return Judged(error=error, own=own_error, allowed=allowed, worst=index)
@@ -67,7 +67,7 @@ def judge(found: Sequence[Any], expected: Sequence[Any], exact: Sequence[Any]) -
     return worst
 
 
-def _error(value: torch.Tensor, true: torch.Tensor) -> float:
+def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
     """Norm of the difference over the norm of the truth; infinite where one is no number, or infinite, and one is."""
     wide = torch.complex128 if value.is_complex() else torch.float64
     value, true = value.detach().to(wide), true.detach().to(wide)

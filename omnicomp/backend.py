@@ -11,24 +11,33 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from omnicomp import passes
-from omnicomp._torch import aot, dynamo, faults, folding, inductor, late, partition
+from omnicomp import passes, weights
+from omnicomp._torch import aot, dynamo, faults, folding, inductor, late, losses, partition, threads
 from omnicomp._torch.fx import copy_module
+from omnicomp._torch.lookups import Lookup, autograd_lookups
+from omnicomp._torch.release import forget_tensors
+from omnicomp._torch.tangents import tangents_without_overlap
+from omnicomp.cache_keys import verdict
 from omnicomp.capture import CapturedGraph, capture_graph
-from omnicomp.errors import CompilerFaultError, OmnicompError
+from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError
+from omnicomp.generators import generator_states
 from omnicomp.ladder import build_part
 from omnicomp.localize import first_line
+from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
+from omnicomp.lowerings.overrides.trial import devices_of
 from omnicomp.notices import notify
 from omnicomp.once import Once
 from omnicomp.options import Policy, parse
 from omnicomp.passes.base import PassContext, run_pipeline
+from omnicomp.passes.legal.scan import without_missing_autocast
+from omnicomp.precision import compiling
 from omnicomp.records import replay
 from omnicomp.speculation import Assumption
 from omnicomp.timeline import (
     Attempt,
-    Cache,
     Event,
     Option,
     Ran,
@@ -39,6 +48,8 @@ from omnicomp.timeline import (
     current,
 )
 from omnicomp.variants import ASSUMED, GENERAL, Checks, Variant, Variants
+from omnicomp.verdicts import wrong_code
+from omnicomp.witness import Rejected, rejectable
 
 __all__ = ["omni", "reset"]
 
@@ -71,26 +82,32 @@ def omni(
     with dynamo.compile_lock:
         graph = _override_blocks(gm, capture_graph(gm, example_inputs, policy, options))
         original = copy_module(gm)
-        passed = _run_passes(gm, graph, speculate=_may_speculate(policy))
+        passed = _run_passes(gm, graph, speculate=_may_speculate(policy), kept=original, inputs=example_inputs)
         if passed.assumptions:
             return _with_variants(passed, original, example_inputs, graph)
+        if passed.module is not original:
+            forget_tensors(original)
         return _build(passed, example_inputs, graph)
 
 
 def reset() -> None:
-    """Forget recorded CUDA graphs; `torch.compiler.reset()` calls it."""
+    """Forget recorded CUDA graphs and free copies of weights; `torch.compiler.reset()` calls it."""
     inductor.reset_cudagraphs()
+    weights.clear()
 
 
 omni.reset = reset  # type: ignore[attr-defined]
+threads.tell_threads_apart()
 
 
 def _override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
-    """Put overrides in the place of whole modules, before the passes change those and before variants part."""
+    """Put overrides in the place of whole modules and of what searches find, before passes and variants part."""
     if "override" in graph.policy.lowerings:
         for name, error in overrides.broken().items():
             _record_broken(graph, name, error)
-    return dataclasses.replace(graph, declined=apply_blocks(gm, graph.context("", {}), training=graph.training))
+    context = graph.context("", {})
+    declined = apply_blocks(gm, context, training=graph.training)
+    return dataclasses.replace(graph, declined=declined + apply_searches(gm, context, training=graph.training))
 
 
 def _record_broken(graph: CapturedGraph, name: str, error: str) -> None:
@@ -125,8 +142,18 @@ class _Passed:
     events: tuple[Event, ...]
 
 
-def _run_passes(gm: GraphModule, graph: CapturedGraph, *, speculate: bool) -> _Passed:
-    """Run the pipeline; a pass that raises costs its rewrites, not the user's program."""
+def _run_passes(
+    gm: GraphModule,
+    graph: CapturedGraph,
+    *,
+    speculate: bool,
+    kept: GraphModule | None = None,
+    inputs: Sequence[Any] = (),
+) -> _Passed:
+    """Run the pipeline; a pass that raises costs its rewrites, not the user's program.
+
+    `kept` is a copy of the graph to go on with then, if there is one already.
+    """
     # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
     reported = Timeline()
     context = PassContext(
@@ -136,12 +163,15 @@ def _run_passes(gm: GraphModule, graph: CapturedGraph, *, speculate: bool) -> _P
         timeline=reported,
         training=graph.training,
         speculate=speculate,
+        inputs=inputs,
     )
-    kept = copy_module(gm)
+    own = copy_module(gm) if kept is None else None
     try:
         run_pipeline(passes.PIPELINE, gm, context)
     except dynamo.CONTROL_FLOW:
         raise
+    except LegaliseError as error:
+        raise dynamo.user_error(error) from None
     except Exception as error:
         if graph.policy.on_error == "raise":
             raise
@@ -152,7 +182,9 @@ def _run_passes(gm: GraphModule, graph: CapturedGraph, *, speculate: bool) -> _P
             lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
         )
         _record_retreat(graph, "passes", "no passes", reason)
-        return _Passed(module=kept, assumptions=(), events=())
+        return _Passed(module=kept or own or gm, assumptions=(), events=())
+    if own is not None:
+        forget_tensors(own)
     return _Passed(module=gm, assumptions=tuple(context.assumptions), events=reported.events())
 
 
@@ -179,18 +211,24 @@ def _with_variants(
         current().append(
             Speculation(graph=graph.id, state="stopped", variant=GENERAL, sentence=sentence, reason=reason)
         )
-        return _build(_run_passes(original, graph, speculate=False), inputs, graph)
+        return _build(_run_passes(original, graph, speculate=False, inputs=inputs), inputs, graph)
     general = dataclasses.replace(
         graph, id=f"{graph.id}:{GENERAL}", capture=dataclasses.replace(graph.capture, variant=GENERAL)
     )
     eager = copy_module(original)
+    # A calibration needs the real inputs, which are gone when this variant is built.
+    calibrated = (
+        None
+        if graph.policy.dtype_error is None
+        else _run_passes(copy_module(original), general, speculate=False, inputs=inputs)
+    )
 
     def build_assumed(after_dynamo: bool) -> Callable[..., Any]:
         return build(lambda: passed, graph, after_dynamo)
 
     def build_general(after_dynamo: bool) -> Callable[..., Any]:
         current().append(dataclasses.replace(general.capture, graph=general.id))
-        return build(lambda: _run_passes(original, general, speculate=False), general, after_dynamo)
+        return build(lambda: calibrated or _run_passes(original, general, speculate=False), general, after_dynamo)
 
     def build(make: Callable[[], _Passed], variant: CapturedGraph, after_dynamo: bool) -> Callable[..., Any]:
         if not after_dynamo:
@@ -249,10 +287,16 @@ def _build(
     kept = copy_module(passed.module)
     steering = () if after_dynamo else dynamo.CONTROL_FLOW
     try:
-        faults.refuse_known_faults(passed.module, training=graph.training)
+        faults.write_to_out(passed.module)
         faults.return_inputs_of_dropout(passed.module)
-        with dynamo.leave_transforms_on_error(), faults.unobserved_first_call(passed.module):
-            compiled = _compile(passed.module, inputs, graph)
+        losses.repair_losses(passed.module)
+        with (
+            dynamo.leave_transforms_on_error(),
+            faults.unobserved_first_call(passed.module),
+            tangents_without_overlap(),
+            without_missing_autocast(graph.device, graph.policy),
+        ):
+            compiled = weights.with_copies(passed.module, inputs, graph, _compile)
     except steering:
         raise
     except Exception as error:
@@ -262,40 +306,87 @@ def _build(
         if graph.policy.on_error == "raise":
             raise
         compiled = _retreat_to_eager(kept, graph, error)
+    else:
+        if graph.training and graph.policy.verify != "off" and has_own_gradients(kept):
+            compiled = _given_up_if_rejected(compiled, kept, graph)
+        else:
+            forget_tensors(kept)
     notify(graph.id, graph.policy)
     return compiled
 
 
+def _given_up_if_rejected(compiled: Callable[..., Any], kept: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
+    """Call what was compiled, unless the gradients of an override in it are found wrong in the first call.
+
+    The forward that finds that is given up, and the graph runs eager with the override's reference. After the first
+    call this is one more frame, in graphs that hold an override with a derivative of its own.
+    """
+    target = compiled
+    pending = True
+
+    def call(*args: Any) -> Any:
+        nonlocal target, pending
+        if not pending:
+            return target(*args)
+        states = generator_states(devices_of(args))
+        try:
+            with rejectable():
+                results = target(*args)
+        except Rejected as rejected:
+            states.restore()
+            once = _record_eager(graph, "inductor" if _uses_inductor(graph) else "autograd", rejected.reason)
+            eager = put_references(copy_module(kept))
+
+            def run(*args: Any) -> Any:
+                result = eager(*args)
+                once()
+                return result
+
+            target = run
+            results = target(*args)
+        pending = False
+        return results
+
+    return dynamo.disable(call, reason="omnicomp verifies the gradients of an override")
+
+
 def _compile(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Any:
     """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed."""
+    # A verdict on generated code must not be passed by in a cache that holds that code.
+    tag = f"{graph.digest}{wrong_code()}"
 
     def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
         name = inductor.part_name(kwargs)
-        with inductor.cache_tag(graph.digest):
-            built = build_part(part, part_inputs, graph.context(name, kwargs))
+        context = graph.context(name, kwargs)
+        with inductor.cache_tag(tag), compiling(context):
+            built = build_part(part, part_inputs, context)
         if name == "backward":
             notify(graph.id, graph.policy)
         return built
 
-    def restored(compiled: Any, record: str | None, part: str) -> None:
-        replay(record, graph.context(part, {}), compiled)
+    def restored(compiled: Any, kept: inductor.Kept) -> None:
+        replay(kept, graph.context(kept.part, {}), compiled)
 
     if not _uses_inductor(graph):
         return aot.compile_graph(gm, inputs, inner_compile)
-    before = inductor.cache_counters()
+    lookups: list[Lookup] = []
     # A restored part comes without the graph that it could be compared with.
-    lookup = inductor.autograd_cache(graph.policy.verify == "off")
-    with inductor.cache_tag(graph.digest), inductor.on_artefact_loaded(restored), lookup:
+    lookup = inductor.autograd_cache(graph.policy.verify in ("off", "overrides"))
+    with (
+        inductor.cache_tag(tag),
+        compiling(graph.context("", {})),
+        inductor.on_artefact_loaded(restored),
+        autograd_lookups(lookups),
+        lookup,
+    ):
         compiled = inductor.compile_fx(
             gm,
             list(inputs),
             inner_compile=inner_compile,
             config_patches=folding.config_patches(partition.config_patches(graph.policy.inductor)),
         )
-    after = inductor.cache_counters()
-    for verdict in ("miss", "bypass"):
-        if after[f"aot_autograd.{verdict}"] > before[f"aot_autograd.{verdict}"]:
-            current().append(Cache(graph=graph.id, part="", cache="aot_autograd", verdict=verdict))
+    for question in lookups:
+        current().append(verdict(question, graph.key, graph=graph.id, part=""))
     return compiled
 
 

@@ -6,23 +6,26 @@ passed through with the meaning that `backend="inductor"` gives it.
 
 import dataclasses
 import difflib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnicomp._torch import inductor
 from omnicomp.devices import get_device
+from omnicomp.dtypes import PRESETS, DtypePolicy, parse_dtype_policy
 from omnicomp.errors import DeviceError, OptionError, OverrideError
 from omnicomp.rules import Rule, parse_environment, parse_rules
 
-__all__ = ["DTYPE_POLICIES", "LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "parse"]
+__all__ = ["LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "parse"]
 
-DTYPE_POLICIES: Final = ("keep", "bf16", "fp16")
 LOWERINGS: Final = ("override", "inductor", "eager")
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ON_ERROR: Final = ("retreat", "raise", "retry")
-VERIFY: Final = ("off", "first", "always")
+VERIFY: Final = ("off", "overrides", "first", "always")
 REFERENCES: Final = ("fp32", "fp64")
+VERDICTS: Final = ("use", "forget", "off")
+LEGALISE: Final = ("warn", "error", "off")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,9 @@ class Policy:
     """The validated options of one `torch.compile` call.
 
     Attributes:
-        dtype_policy: `keep`, or the dtype in which linear, matmul, convolution and attention run: `bf16`, `fp16`.
+        dtype_policy: in which dtype what is computed (`omnicomp.DtypePolicy`).
+        dtype_error: how far off the outputs may be because of it, relative to their norm; None for no bound.
+        dtype_sample: gives the inputs to measure that on in place of the first call's, given names and inputs.
         lowerings: the lowerings to ask, in order; `eager` is asked last in any case.
         rules: other orders for some operators, modules, nodes or subgraphs; of the option `lowerings` where that is a
             mapping, and of the environment variable `OMNICOMP_PLACE`.
@@ -46,14 +51,21 @@ class Policy:
         timeline: path of a JSON Lines file to write, with `%p` and `%r`; None for the environment's.
         summary: whether to log one line for each compiled graph of which a part fell back.
         check_passes: whether each pass' result is checked by running the graph on fake tensors.
-        verify: whether what subgraphs compute is compared with eager in a higher precision on real inputs: `off`, in
-            the `first` call of each, or `always`.
+        verify: what is compared with eager in a higher precision on real inputs: `overrides`, when they are first used
+            with a combination of dtypes and shape class; beside these all subgraphs in their `first` call, or
+            `always`; or nothing, with `off`.
         reference: the precision of that, `fp32` or `fp64`.
+        verdicts: whether what earlier processes found Inductor to fail on is put to `use`, is to be found out again
+            (`forget`), or is neither read nor kept (`off`).
+        legalise: what is done about dtypes that the device lacks: the nearest is computed in, and `warn` says so; `error`
+            if a range could be lost; or nothing, with `off`.
         mode: torch.compile's mode.
         inductor: Inductor's config patches, those of the mode included.
     """
 
-    dtype_policy: str = "keep"
+    dtype_policy: DtypePolicy = PRESETS["keep"]
+    dtype_error: float | None = None
+    dtype_sample: Callable[..., Any] | None = None
     lowerings: tuple[str, ...] = LOWERINGS
     rules: tuple[Rule, ...] = ()
     disable_passes: tuple[str, ...] = ()
@@ -66,17 +78,20 @@ class Policy:
     timeline: str | None = None
     summary: bool = True
     check_passes: bool = False
-    verify: str = "off"
+    verify: str = "overrides"
     reference: str = "fp64"
+    verdicts: str = "use"
+    legalise: str = "warn"
     mode: str = "default"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
         ignored = {"timeline", "summary", "check_passes", "verify", "reference", "inductor", "mode", "max_builds"}
-        ignored |= {"on_error", "speculate"}
+        ignored |= {"on_error", "speculate", "verdicts", "dtype_sample"}
         fields = (f.name for f in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in fields if name not in ignored}
+        parts = {name: getattr(self, name) for name in fields if name not in ignored}
+        return {**parts, "dtype_policy": str(self.dtype_policy)}
 
 
 OWN_OPTIONS: Final = tuple(f.name for f in dataclasses.fields(Policy) if f.name not in ("mode", "inductor", "rules"))
@@ -108,7 +123,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
             raise OptionError(f"unknown option {key!r}{_did_you_mean(name, known)}")
     own["lowerings"], own["rules"] = _placement(own.get("lowerings", LOWERINGS))
     own.setdefault("check_passes", os.environ.get("OMNICOMP_CHECK_PASSES", "") not in ("", "0"))
-    own.setdefault("verify", _environment("OMNICOMP_VERIFY", VERIFY, "off"))
+    own.setdefault("verify", _environment("OMNICOMP_VERIFY", VERIFY, "overrides"))
+    own.setdefault("verdicts", _environment("OMNICOMP_VERDICTS", VERDICTS, "use"))
     try:
         patches = inductor.config_patches(mode, passed_on)
     except RuntimeError as error:
@@ -205,6 +221,20 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
+def _bound(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise OptionError(f"{name} takes a positive number such as 1e-2, not {value!r}")
+    return float(value)
+
+
+def _function(name: str, value: Any) -> Any:
+    if value is not None and not (callable(value) and hasattr(value, "__qualname__")):
+        raise OptionError(f"{name} takes a function of the names and values of a graph's inputs, not {value!r}")
+    return value
+
+
 def _path(name: str, value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise OptionError(f"{name} takes the path of a file to write, not {value!r}")
@@ -221,7 +251,9 @@ def _device(name: str, value: Any) -> str:
 
 
 _CHECKS: Final[dict[str, Any]] = {
-    "dtype_policy": _choice(DTYPE_POLICIES),
+    "dtype_policy": lambda _, value: parse_dtype_policy(value),
+    "dtype_error": _bound,
+    "dtype_sample": _function,
     "lowerings": _lowerings,
     "disable_passes": _names(None),
     "disable_overrides": _names(None),
@@ -235,4 +267,6 @@ _CHECKS: Final[dict[str, Any]] = {
     "check_passes": _boolean,
     "verify": _choice(VERIFY),
     "reference": _choice(REFERENCES),
+    "verdicts": _choice(VERDICTS),
+    "legalise": _choice(LEGALISE),
 }

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from omnicomp.graphs import module_path, op_name
 
-__all__ = ["Rule", "last_match", "named_subgraphs", "parse_environment", "parse_rules"]
+__all__ = ["Rule", "is_within", "last_match", "named_subgraphs", "parse_environment", "parse_rules"]
 
 _GRAPH: Final = re.compile(r"(?:g|graph)(\d+)(:\w+)?(?:[./](forward|backward|inference))?(?:[./](\d+))?")
 
@@ -58,10 +58,10 @@ class Rule:
         name = op_name(node)
         if self.selector in (node.name, "*") or fnmatchcase(name, self.selector):
             return True
-        return fnmatchcase(name, f"{self.selector}.*") or _is_within(module_path(node), self.selector)
+        return fnmatchcase(name, f"{self.selector}.*") or is_within(module_path(node), self.selector)
 
 
-def _is_within(path: str, selector: str) -> bool:
+def is_within(path: str, selector: str) -> bool:
     """Whether consecutive components of a module's path match those of the selector."""
     parts, wanted = path.split("."), selector.split(".")
     return bool(path) and any(

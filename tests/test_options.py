@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import omnicomp
+from omnicomp.dtypes import PRESETS
 from omnicomp.errors import OptionError
 from omnicomp.options import OWN_OPTIONS, Policy, parse
 
@@ -22,7 +23,7 @@ def test_modes_mean_what_inductor_means() -> None:
 def test_inductor_keys_are_passed_through() -> None:
     policy = parse(None, {"epilogue_fusion": False, "triton.cudagraphs": True, "dtype_policy": "bf16"})
     assert dict(policy.inductor) == {"epilogue_fusion": False, "triton.cudagraphs": True}
-    assert policy.dtype_policy == "bf16"
+    assert policy.dtype_policy == PRESETS["bf16"]
 
 
 @pytest.mark.parametrize(

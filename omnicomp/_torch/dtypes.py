@@ -1,9 +1,16 @@
 """What the dtype policy needs of torch's internals: the storage behind a fake tensor, and the writes to it."""
 
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["storage_key", "was_written"]
+__all__ = ["storage_key", "undisturbed", "was_written", "writes_or_aliases"]
 
 
 def storage_key(value: torch.Tensor) -> int | None:
@@ -13,6 +20,46 @@ def storage_key(value: torch.Tensor) -> int | None:
     return value.untyped_storage()._cdata
 
 
+@contextlib.contextmanager
+def undisturbed() -> Generator[None]:
+    """Inside, operators run on real CPU tensors as written, whatever modes a user or a compilation is in."""
+    with (
+        unset_fake_temporarily(),
+        _disable_current_modes(),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
 def was_written(value: torch.Tensor) -> bool:
     """Whether a fake tensor, or a view of it, was changed in place while Dynamo traced; True where nobody counted."""
     return value.is_inference() or value._version > 0
+
+
+def writes_or_aliases(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator changes a tensor that it is given, or returns one or a view of it.
+
+    Args:
+        target: the operator.
+        args: positional arguments with fake tensors, of which copies are used.
+        kwargs: keyword arguments, likewise.
+
+    Returns:
+        True also where it can't be told: an argument is a tensor, but no fake one.
+    """
+    leaves = tree_leaves((args, kwargs))
+    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+    if mode is None or any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves):
+        return True
+    with mode, torch.inference_mode(False), torch.no_grad():
+        own_args, own_kwargs = tree_map(
+            lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, (list(args), dict(kwargs))
+        )
+        given = [leaf for leaf in tree_leaves((own_args, own_kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [value._version for value in given]
+        results = [v for v in tree_leaves(target(*own_args, **own_kwargs)) if isinstance(v, torch.Tensor)]
+    keys = {storage_key(value) for value in given}
+    written = any(value._version != before for value, before in zip(given, versions, strict=True))
+    return written or any(storage_key(value) in keys for value in results)

@@ -9,6 +9,7 @@ from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
 from omnicomp.timeline import (
     Attempt,
     Cache,
+    Calibration,
     Capture,
     Event,
     NearMiss,
@@ -20,6 +21,7 @@ from omnicomp.timeline import (
     Rewrite,
     Speculation,
     Subgraph,
+    Weights,
 )
 
 __all__ = ["build"]
@@ -101,6 +103,8 @@ class _Graph:
         self.rewrites: list[Rewrite] = []
         self.near_misses: list[NearMiss] = []
         self.speculations: list[Speculation] = []
+        self.calibrations: list[Calibration] = []
+        self.weights: list[Weights] = []
         self.placements: dict[str, Placement] = {}
         self.rows: dict[str, _Row] = {}
         self.attempts: list[Attempt] = []
@@ -120,6 +124,10 @@ class _Graph:
             self.near_misses.append(event)
         elif isinstance(event, Speculation):
             self.speculations.append(event)
+        elif isinstance(event, Calibration):
+            self.calibrations.append(event)
+        elif isinstance(event, Weights):
+            self.weights.append(event)
         elif isinstance(event, Placement):
             self.placements[event.part] = event
         elif isinstance(event, Subgraph):
@@ -192,6 +200,8 @@ class _Graph:
             rewrites=tuple(self.rewrites),
             near_misses=tuple(self.near_misses),
             speculations=tuple(self.speculations),
+            calibrations=tuple(self.calibrations),
+            weights=tuple(self.weights),
             parts=tuple(parts),
             attempts=tuple(a for a in self.attempts if a.subgraph not in self.rows),
             retreats=tuple(self.retreats),

@@ -14,7 +14,7 @@ from omnicomp.timeline import Event, NodePlacement
 __all__ = ["stable", "to_dict", "to_json"]
 
 # What a run leaves behind on a disk or reads off a clock; a cold and a warm start differ in nothing else.
-_VOLATILE: Final = frozenset({"seconds", "artefact", "evidence", "caches", "events"})
+_VOLATILE: Final = frozenset({"seconds", "artefact", "evidence", "caches", "calibrations", "events"})
 _CACHE_PATH: Final = re.compile(r"\S*torchinductor_\S*")
 
 
@@ -84,6 +84,8 @@ def _graph(graph: GraphAudit) -> dict[str, Any]:
         "rewrites": _events(graph.rewrites),
         "near_misses": _events(graph.near_misses),
         "speculations": _events(graph.speculations),
+        "calibrations": _events(graph.calibrations),
+        "weights": _events(graph.weights),
         "parts": [_part(part) for part in graph.parts],
         "attempts": _events(graph.attempts),
         "retreats": _events(graph.retreats),

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from omnicomp.timeline import (
     Attempt,
     Cache,
+    Calibration,
     NearMiss,
     NodePlacement,
     Option,
@@ -22,6 +23,7 @@ from omnicomp.timeline import (
     Retreat,
     Rewrite,
     Speculation,
+    Weights,
 )
 
 __all__ = ["AUDIT_SCHEMA", "Audit", "Fallback", "GraphAudit", "PartAudit", "Sites", "SubgraphAudit"]
@@ -155,6 +157,8 @@ class GraphAudit:
         rewrites: places that passes rewrote.
         near_misses: candidates that passes left alone.
         speculations: what was assumed of its inputs, and what became of it.
+        calibrations: what was measured of its error where the option dtype_error bounds it.
+        weights: the low-precision copies of parameters that it reads, if it was called and reads any.
         parts: what autograd made of it.
         attempts: tries to build the graph as a whole, or ids that no subgraph has.
         retreats: from the passes, and of parts that were cut anew; a subgraph's own retreats are in its row.
@@ -177,6 +181,8 @@ class GraphAudit:
     rewrites: tuple[Rewrite, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
     speculations: tuple[Speculation, ...] = ()
+    calibrations: tuple[Calibration, ...] = ()
+    weights: tuple[Weights, ...] = ()
     parts: tuple[PartAudit, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     retreats: tuple[Retreat, ...] = ()

@@ -6,12 +6,13 @@ from typing import Final
 
 from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
 from omnicomp.audit.summary import plural, short_source
-from omnicomp.timeline import Cache, NearMiss, PassRun, Reason, Speculation
+from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Speculation
 
 __all__ = [
     "ReasonRow",
     "basis_note",
     "cache_note",
+    "calibration",
     "counts",
     "duration",
     "graph_line",
@@ -105,9 +106,22 @@ def graph_line(graph: GraphAudit) -> str:
         "training" if graph.training else "",
         "dynamic shapes" if graph.dynamic else "",
         plural(graph.nodes, "operator"),
+        *(calibration(event) for event in graph.calibrations),
+        *(f"copies of weights {(copy.bytes + copy.shared) / 2**20:.1f} MiB" for copy in graph.weights),
     ]
     title = f"{graph.id} {graph.function}".rstrip()
     return f"{title}: {', '.join(fact for fact in facts if fact)}"
+
+
+def calibration(event: Calibration) -> str:
+    """What became of a bound: `error 1.2e-03 of at most 1.0e-02 with 1 of 5 operators kept wide, else 3.1e-02`."""
+    if event.state == "refused":
+        return f"error not measured: {plural(event.kept, 'operator')} kept wide"
+    text = f"error {event.after:.1e} of at most {event.bound:.1e}"
+    if not event.kept:
+        return text
+    before = f"{event.before:.1e}" if event.before >= 0 else "infinite"
+    return f"{text} with {event.kept} of {plural(event.lowered, 'operator')} kept wide, else {before}"
 
 
 def reason_text(reason: Reason) -> str:
@@ -135,6 +149,10 @@ def _reason_rows(audit: Audit) -> Iterator[ReasonRow]:
             if retreat.source_lowering == retreat.target_lowering:
                 what = f"{retreat.subgraph}: {retreat.source_lowering} builds it in pieces only"
             yield ReasonRow(what, retreat.reason.source, (retreat.reason,))
+        for miss in graph.near_misses:
+            if miss.reason.code == "error_bound":
+                which = miss.node if miss.reason.node else "operators"
+                yield ReasonRow(f"{graph.id}: {which} kept wide", miss.source, (miss.reason,))
         for attempt in graph.attempts:
             if attempt.reason is not None:
                 what = f"{attempt.subgraph}: {attempt.lowering} failed"

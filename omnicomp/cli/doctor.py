@@ -20,7 +20,11 @@ import omnicomp
 from omnicomp._torch import registrations
 from omnicomp._torch.inductor import cache_dir
 from omnicomp.devices import Device, device_names, get_device, load_errors
+from omnicomp.devices.cpu import instruction_set
+from omnicomp.dtypes import PRESET_OF, short
 from omnicomp.errors import DeviceError
+from omnicomp.passes.dtypes.resolve import slowness
+from omnicomp.speeds import measured
 from omnicomp.timeline.sinks import ENVIRONMENT_VARIABLE, expand
 
 __all__ = ["Check", "examine", "to_json", "to_text"]
@@ -143,6 +147,7 @@ def _device_check(name: str, *, required: bool) -> Callable[[], Iterator[Check]]
             yield Check(name=label, status="missing" if required else "note", found="not available", todo=reason)
             return
         yield Check(name=label, status="ok", found=_capabilities(device))
+        yield from _dtypes(device)
         yield _registered(device)
 
     return check
@@ -161,6 +166,18 @@ def _capabilities(device: Device) -> str:
             f"lowerings: {', '.join(device.lowerings)}",
         ]
     )
+
+
+def _dtypes(device: Device) -> Iterator[Check]:
+    """What a low-precision `dtype_policy` brings: by the instructions of a CPU and a measured product."""
+    if device.type != "cpu":
+        return
+    label = "dtypes on cpu"
+    for dtype in (torch.bfloat16, torch.float16):
+        slow, speed = slowness(dtype, device), measured(dtype)
+        found = f"{short(dtype)}: {instruction_set(dtype)}; {speed}, {speed.ratio:.2g} times as fast"
+        todo = f'keep dtype_policy="keep" or "auto" here, rather than "{PRESET_OF[dtype]}"' if slow else ""
+        yield Check(name=label, status="note" if slow else "ok", found=found, todo=todo)
 
 
 def _registered(device: Device) -> Check:

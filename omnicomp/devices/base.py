@@ -16,23 +16,30 @@ class Capabilities:
         compute_dtypes: floating-point dtypes that it multiplies matrices in natively.
         storage_dtypes: dtypes that it can hold; a superset of `compute_dtypes`.
         fast_dtypes: dtypes of `compute_dtypes` in which matrix work is faster than in float32.
+        tf32: whether it can multiply float32 matrices with operands rounded to 19 bits (TF32).
         inductor: whether Inductor generates code for it.
         triton: whether Triton kernels run on it.
         graph_mode: whether launches can be captured and replayed (CUDA graphs).
         attention_kernels: names of the fused attention kernels, fastest first.
         device_count: number of devices.
         name: name of the device for a person.
+        exhaustive: whether the two lists of dtypes are complete, complex numbers and integers among them: no operator
+            computes in another float or complex dtype than those of `compute_dtypes`, or takes or makes a tensor of
+            another dtype than those of `storage_dtypes`. Integers that can be stored can be computed with, and booleans
+            are there. Graphs for such a device are legalised.
     """
 
     compute_dtypes: tuple[torch.dtype, ...]
     storage_dtypes: tuple[torch.dtype, ...]
     fast_dtypes: tuple[torch.dtype, ...] = ()
+    tf32: bool = False
     inductor: bool = False
     triton: bool = False
     graph_mode: bool = False
     attention_kernels: tuple[str, ...] = ()
     device_count: int = 0
     name: str = ""
+    exhaustive: bool = False
 
 
 @runtime_checkable

@@ -1,14 +1,16 @@
 """The CPU."""
 
+import functools
 import os
 import platform
 import resource
+from typing import Final
 
 import torch
 
 from omnicomp.devices.base import Capabilities
 
-__all__ = ["CpuDevice"]
+__all__ = ["CpuDevice", "cpu_flags", "instruction_set"]
 
 
 class CpuDevice:
@@ -27,15 +29,7 @@ class CpuDevice:
 
     def capabilities(self) -> Capabilities:
         """float32 and float64 always; bfloat16 and float16 are fast where oneDNN has instructions for them."""
-        mkldnn = torch.backends.mkldnn.is_available()
-        fast = tuple(
-            dtype
-            for dtype, probe in (
-                (torch.bfloat16, "_is_mkldnn_bf16_supported"),
-                (torch.float16, "_is_mkldnn_fp16_supported"),
-            )
-            if mkldnn and getattr(torch.ops.mkldnn, probe)() and _has_matrix_instructions(dtype)
-        )
+        fast = tuple(d for d in _MATRIX_INSTRUCTIONS if _uses_onednn(d) and _has_matrix_instructions(d))
         floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         return Capabilities(
             compute_dtypes=floats,
@@ -56,16 +50,36 @@ class CpuDevice:
         return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "free": free}
 
 
+_MATRIX_INSTRUCTIONS: Final = {
+    torch.bfloat16: frozenset(("amx_bf16", "avx512_bf16", "bf16")),
+    torch.float16: frozenset(("amx_fp16", "avx512_fp16", "asimdhp")),
+}
+
+
+def instruction_set(dtype: torch.dtype) -> str:
+    """The processor's vector instructions, and which of those that multiply in `dtype` it has, as text."""
+    wanted = _MATRIX_INSTRUCTIONS[dtype]
+    found = sorted(wanted & cpu_flags())
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not found:
+        return f"{capability} without {', '.join(sorted(wanted))}"
+    unused = "" if _uses_onednn(dtype) else ", which oneDNN makes no use of"
+    return f"{capability} with {', '.join(found)}{unused}"
+
+
+def _uses_onednn(dtype: torch.dtype) -> bool:
+    """Whether the library that torch multiplies half-precision matrices with takes `dtype` on this processor."""
+    probe = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, probe)())
+
+
 def _has_matrix_instructions(dtype: torch.dtype) -> bool:
     """Whether the processor multiplies in `dtype` itself, rather than converting to float32 first."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    flags = _cpu_flags()
-    if dtype is torch.bfloat16:
-        return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}) and capability != "NO AVX"
-    return bool(flags & {"amx_fp16", "avx512_fp16", "asimdhp"})
+    return bool(_MATRIX_INSTRUCTIONS[dtype] & cpu_flags()) and torch.backends.cpu.get_cpu_capability() != "NO AVX"
 
 
-def _cpu_flags() -> frozenset[str]:
+@functools.cache
+def cpu_flags() -> frozenset[str]:
     """Flags of the first processor as Linux lists them; empty elsewhere."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:

@@ -45,6 +45,7 @@ class CudaDevice:
             compute_dtypes=(torch.float32, torch.float64, *fast),
             storage_dtypes=tuple(stored),
             fast_dtypes=tuple(fast),
+            tf32=not hip and major >= 8,
             inductor=True,
             triton=importlib.util.find_spec("triton") is not None,
             graph_mode=True,

@@ -10,9 +10,11 @@ from typing import Final
 
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import Pass, PassContext, PassResult, run_pipeline
-from omnicomp.passes.dtype_policy import DtypePolicy
+from omnicomp.passes.dtype_policy import DtypePass
+from omnicomp.passes.legalise import Legalise
 
 __all__ = ["PIPELINE", "Pass", "PassContext", "PassResult", "run_pipeline"]
 
-# Attention first: the dtype policy then lowers the fused operator, and leaves no softmax to keep in float32.
-PIPELINE: Final[tuple[Pass, ...]] = (AttentionFusion(), DtypePolicy())
+# First what the device lacks, so that the others see what will be computed in; and last, for what they put in.
+# Attention before dtypes: the dtype policy then lowers the fused operator, and leaves no softmax to keep in float32.
+PIPELINE: Final[tuple[Pass, ...]] = (Legalise(), AttentionFusion(), DtypePass(), Legalise())

@@ -20,7 +20,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import run_on_fakes
-from omnicomp._torch.symbols import GuardOnDataDependentSymNode
+from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
 from omnicomp.devices import Device
 from omnicomp.errors import PassError
 from omnicomp.graphs import module_path, op_name, source_line, submodules
@@ -46,6 +46,9 @@ class PassContext:
         assumptions: what passes assumed so far.
         root: the whole graph, which `run_pipeline` sets; a pass is run on the graphs inside it, too.
         memo: what a pass keeps from one of these graphs to the next; empty when it starts.
+        inputs: what the graph is called with first, one a placeholder: real or fake tensors and symbolic sizes; none
+            where it is compiled later.
+        retyped: dtypes of outputs that the device can't hold, each with the one that it has instead.
     """
 
     graph_id: str
@@ -57,7 +60,11 @@ class PassContext:
     assumptions: list[Assumption] = dataclasses.field(default_factory=list[Assumption])
     root: GraphModule | None = None
     memo: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    inputs: Sequence[Any] = ()
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter[str])
+    retyped: set[tuple[torch.dtype, torch.dtype]] = dataclasses.field(
+        default_factory=set[tuple[torch.dtype, torch.dtype]]
+    )
 
     def assume(self, assumption: Assumption) -> None:
         """Record that the graph is now right only where the assumption holds; a repeated one is kept once.
@@ -162,6 +169,7 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext) -> bool:
         return False
     start = time.perf_counter()
     before = _count(module)
+    reported = context.rewrites[item.name]  # of an earlier run of the same pass
     applied = modified = False
     context.memo.clear()
     for region in _regions(module):
@@ -176,7 +184,7 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext) -> bool:
         item,
         applied=applied,
         modified=modified,
-        rewrites=context.rewrites[item.name],
+        rewrites=context.rewrites[item.name] - reported,
         seconds=time.perf_counter() - start,
         node_diff={op: n for op, n in sorted(diff.items()) if n},
         note="" if applied else "nothing to do for this graph, device and policy",
@@ -203,7 +211,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext) -> boo
             raise PassError(f"the pass {item.name!r} left a broken graph: {error}") from error
         region.recompile()
         if context.policy.check_passes:
-            _verify(item, region, outputs)
+            _verify(item, region, outputs, context.retyped)
     return really
 
 
@@ -236,7 +244,9 @@ def _output_values(module: GraphModule) -> list[Any]:
     return [leaf.meta.get("example_value") for leaf in leaves]
 
 
-def _verify(item: Pass, region: GraphModule, before: list[Any]) -> None:
+def _verify(
+    item: Pass, region: GraphModule, before: list[Any], retyped: set[tuple[torch.dtype, torch.dtype]]
+) -> None:
     """Run the rewritten graph on fake tensors, and compare its outputs with what they were."""
     inputs = [node.meta.get("example_value") for node in region.graph.find_nodes(op="placeholder")]
     if any(value is None for value in inputs):
@@ -252,7 +262,10 @@ def _verify(item: Pass, region: GraphModule, before: list[Any]) -> None:
     if len(before) != len(after):
         raise PassError(f"the pass {item.name!r} changed the number of outputs from {len(before)} to {len(after)}")
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+        same = old.dtype == new.dtype or (old.dtype, new.dtype) in retyped
+        # A size that depends on data is a new symbol each time.
+        moved = old.shape != new.shape if not free_unbacked_symbols(old) else old.dim() != new.dim()
+        if moved or not same or old.device != new.device:
             raise PassError(
                 f"the pass {item.name!r} changed output {index} from {_describe(old)} to {_describe(new)}; "
                 "an output keeps its shape, dtype and device"

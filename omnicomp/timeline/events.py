@@ -22,6 +22,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Attempt",
     "Cache",
+    "Calibration",
     "Capture",
     "Event",
     "NearMiss",
@@ -385,11 +386,45 @@ class Weights(Event):
     total: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration(Event):
+    """The error of a graph's outputs was bounded by the option `dtype_error`; errors are relative, of the worst output.
+
+    Attributes:
+        state: `measured` on real inputs; `known`: found before, in this process or an earlier one; `refused`: it could
+            not be measured, and everything stays wide.
+        bound: the option.
+        lowered: operators that the dtype policy lowers without a bound.
+        kept: how many of them stay wide; a `near_miss` each.
+        before: the error with all of them lowered; -1 if unknown or infinite.
+        after: the error with `kept` of them wide; -1 if unknown.
+        wide: the error with none lowered; -1 if it was not needed.
+        runs: of the graph, that it took; 0 if known.
+        seconds: wall time.
+        key: of what was found, in the cache.
+        note: why it could not be read from the cache or kept, or empty.
+        reason: why it was refused.
+    """
+
+    state: str
+    bound: float
+    lowered: int = 0
+    kept: int = 0
+    before: float = -1.0
+    after: float = -1.0
+    wide: float = -1.0
+    runs: int = 0
+    seconds: float = 0.0
+    key: str = ""
+    note: str = ""
+    reason: Reason | None = None
+
+
 EVENT_TYPES: Final[dict[str, type[Event]]] = {
     cls.type: cls
     for cls in (
         *(Capture, Option, PassRun, Rewrite, NearMiss, Speculation),
-        *(Placement, Subgraph, Attempt, Retreat, Ran, Verification, Cache, Weights),
+        *(Placement, Subgraph, Attempt, Retreat, Ran, Verification, Cache, Weights, Calibration),
     )
 }
 

@@ -27,6 +27,7 @@ CODES: Final[dict[str, str]] = {
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",
     "not_profitable": "the rewrite is right, but would not be faster on this device",
     "not_equal": "the rewrite would change values beyond the dtype's tolerance",
+    "error_bound": "in low precision the outputs would be, or could be, farther off than the option dtype_error allows",
     "dtype_refused": "an operator needs a dtype that the device lacks, and takes no other",
     # speculation
     "not_checkable": "an assumption can't be checked cheaply from the inputs of the graph",

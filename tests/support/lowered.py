@@ -3,19 +3,41 @@
 import collections
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from omnicomp.devices import get_device
+from omnicomp.dtypes import parse_dtype_policy
 from omnicomp.options import Policy
 from omnicomp.passes.base import PassContext, run_pipeline
-from omnicomp.passes.dtype_policy import DtypePolicy
+from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.timeline import Timeline
 
 CAST = torch.ops.aten.to.dtype
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOUND = {"bf16": 2e-2, "fp16": 2e-3}
+
+
+class Block(nn.Module):
+    def __init__(self, dim=32, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def split(self, x):
+        return x.view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
+
+    def forward(self, x):
+        h = self.norm(x)
+        a = F.scaled_dot_product_attention(self.split(self.q(h)), self.split(self.k(h)), self.split(self.v(h)))
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.norm(x))))
 
 
 class Recorder(TorchDispatchMode):
@@ -41,7 +63,7 @@ class Backend:
         self.context = PassContext(
             graph_id="g0",
             device=device or get_device("cpu"),
-            policy=Policy(dtype_policy=policy, check_passes=True),
+            policy=Policy(dtype_policy=parse_dtype_policy(policy), check_passes=True),
             timeline=Timeline(),
             training=training,
         )
@@ -52,7 +74,7 @@ class Backend:
     def __call__(self, module, inputs):
         known = {node.target for node in module.graph.nodes}
         self.guards.append(count_guards())
-        self.modified = run_pipeline((DtypePolicy(),), module, self.context)
+        self.modified = run_pipeline((DtypePass(),), module, self.context)
         self.guards.append(count_guards())
         self.graphs.append(module)
         for node in module.graph.nodes:
@@ -94,7 +116,7 @@ def check(function, *args, policy="bf16", device=None):
     for want, got in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
         assert got.dtype == want.dtype
         assert got.shape == want.shape
-        assert error(got, want) < 1.5 * BOUND[policy]
+        assert error(got, want) < 1.5 * BOUND.get(str(policy), BOUND["bf16"])
     return backend
 
 

@@ -12,6 +12,7 @@ from omnicomp.timeline import (
     SCHEMA_VERSION,
     Attempt,
     Cache,
+    Calibration,
     Capture,
     Event,
     NearMiss,
@@ -26,6 +27,7 @@ from omnicomp.timeline import (
     Speculation,
     Subgraph,
     Verification,
+    Weights,
 )
 from omnicomp.timeline.events import event_from_dict
 
@@ -50,6 +52,8 @@ EVENTS: list[Event] = [
     Ran(graph="g0", part="", subgraph="g0", lowering="eager", kernels={"mm": 2}),
     Verification(graph="g0", part="forward", subgraph="g0.forward.0/o", name="o", state="right", seconds=0.5),
     Cache(graph="g0", part="", cache="fx_graph", verdict="hit"),
+    Calibration(graph="g0", state="measured", bound=1e-2, lowered=5, kept=1, before=0.5, after=1e-3, reason=WHY),
+    Weights(graph="g0", copies=3, bytes=128, shared=64, total=256),
 ]
 
 

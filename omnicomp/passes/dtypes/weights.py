@@ -1,0 +1,208 @@
+"""Which casts of parameters can leave a graph: those that give the same in each call until the parameter changes.
+
+The graph gets the low-precision copy as an input, in the place of the parameter where nothing else reads that, or else
+beside it; who calls the graph supplies it (`omnicomp.weights`). A cast of a view of all of a parameter becomes that
+view of the copy, and so do casts of several parts that together are as large as the parameter.
+
+Casts stay where they are in graphs that higher-order operators call; where the graph writes to the parameter or to what
+it cast; where what was cast leaves the graph; where it is not laid out as a view of the copy would be; and for buffers,
+whose writes through `.data` can't be seen.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.dtypes import storage_key
+from omnicomp._torch.parameters import describes_parameter, make_static, static_dynamo_input
+from omnicomp.graphs import evaluate, fake_value, op_name
+from omnicomp.passes.dtypes.analysis import changed_storages, storages
+from omnicomp.passes.dtypes.operators import is_cast
+
+__all__ = ["Lifted", "lift_casts"]
+
+_LOW: Final = (torch.bfloat16, torch.float16)
+_CAST: Final = torch.ops.aten.to.dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lifted:
+    """A graph that gets copies of parameters as inputs.
+
+    Attributes:
+        inputs: of the graph, as the backend got them, with fake tensors for the copies.
+        sources: the position among the original inputs of each copy's parameter.
+        dtypes: of the copies.
+        devices: of the parameters.
+        order: the positions of the graph's inputs in the original inputs followed by the copies.
+    """
+
+    inputs: list[Any]
+    sources: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+    order: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cast:
+    """A cast of a placeholder, and the views between the two, from the placeholder on."""
+
+    node: Node
+    parameter: Node
+    views: tuple[Node, ...]
+
+
+def lift_casts(module: GraphModule, inputs: Sequence[Any]) -> Lifted | None:
+    """Let the casts of parameters leave an inference graph.
+
+    Args:
+        module: a Dynamo graph behind the passes, which is changed in place.
+        inputs: real or fake tensors and symbolic sizes, one a placeholder.
+
+    Returns:
+        What the graph is to be called with; None if it was left as it is.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    taken: list[tuple[Node, torch.dtype, list[_Cast]]] = []
+    for parameter, found in _candidates(module).items():
+        for dtype in dict.fromkeys(fake_value(cast.node).dtype for cast in found):
+            same = [cast for cast in found if fake_value(cast.node).dtype is dtype]
+            # A copy of all of it for the sake of a part would cost more than it saves.
+            if sum(fake_value(cast.node).numel() for cast in same) >= fake_value(parameter).numel():
+                taken.append((parameter, dtype, same))
+    copies = [(parameter, _exchange(parameter, dtype, same)) for parameter, dtype, same in taken]
+    kept = [(parameter, copy) for parameter, copy in copies if copy is not None]
+    if not kept:
+        return None
+    for parameter in dict(kept):
+        if not parameter.users:
+            module.graph.erase_node(parameter)
+    module.graph.lint()
+    module.recompile()
+    position = {node: index for index, node in enumerate(placeholders)}
+    position |= {copy: len(placeholders) + index for index, (_, copy) in enumerate(kept)}
+    order = tuple(position[node] for node in module.graph.find_nodes(op="placeholder"))
+    values = [*inputs, *(fake_value(copy) for _, copy in kept)]
+    return Lifted(
+        inputs=[values[index] for index in order],
+        sources=tuple(position[parameter] for parameter, _ in kept),
+        dtypes=tuple(fake_value(copy).dtype for _, copy in kept),
+        devices=tuple(fake_value(copy).device for _, copy in kept),
+        order=order,
+    )
+
+
+def _candidates(module: GraphModule) -> dict[Node, list[_Cast]]:
+    """The casts that might leave, by parameter."""
+    changed = changed_storages(module)
+    output = next(iter(reversed(module.graph.nodes)))
+    leaving = {key for leaf in tree_leaves(output.args) if isinstance(leaf, Node) for key in storages(leaf)}
+    differentiates = any(map(_enables_grad, module.graph.nodes))
+    found: dict[Node, list[_Cast]] = {}
+    for node in module.graph.nodes:
+        value = fake_value(node)
+        if not is_cast(node) or not isinstance(value, torch.Tensor) or value.dtype not in _LOW:
+            continue
+        if not (storages(node).isdisjoint(changed) and storages(node).isdisjoint(leaving)):
+            continue
+        cast = _read(node)
+        if cast is None:
+            continue
+        parameter, fake = cast.parameter, fake_value(cast.parameter)
+        if (
+            static_dynamo_input(parameter)
+            and describes_parameter(fake)
+            and fake.dtype is torch.float32
+            and not (differentiates and fake.requires_grad)
+            and storages(parameter).isdisjoint(changed)
+        ):
+            found.setdefault(parameter, []).append(cast)
+    return found
+
+
+def _enables_grad(node: Node) -> bool:
+    return op_name(node).endswith("_set_grad_enabled") and True in node.args
+
+
+def _read(node: Node) -> _Cast | None:
+    """A cast and the views before it, if it casts a placeholder or a view of one and does nothing else."""
+    if not node.args or not isinstance(node.args[0], Node) or len(node.all_input_nodes) != 1:
+        return None
+    value, operand = fake_value(node), node.args[0]
+    start = fake_value(operand)
+    if not isinstance(start, torch.Tensor) or (value.shape, value.device) != (start.shape, start.device):
+        return None
+    views: list[Node] = []
+    while operand.op != "placeholder":
+        views.append(operand)
+        before = operand.args[0] if operand.args else None
+        if not isinstance(before, Node) or operand.all_input_nodes != [before] or not _is_view(operand, before):
+            return None
+        operand = before
+    return _Cast(node=node, parameter=operand, views=tuple(reversed(views)))
+
+
+def _is_view(node: Node, operand: Node) -> bool:
+    """Whether a node gives nothing but tensors in the memory of its operand, in the dtype that this has."""
+    if not node.op.startswith("call_"):
+        return False
+    results = [leaf for leaf in tree_leaves(fake_value(node)) if isinstance(leaf, torch.Tensor)]
+    operands = [leaf for leaf in tree_leaves(fake_value(operand)) if isinstance(leaf, torch.Tensor)]
+    keys = {storage_key(value) for value in operands}
+    return (
+        bool(results and operands)
+        and len(keys) == 1
+        and None not in keys
+        and all(storage_key(value) in keys and value.dtype is operands[0].dtype for value in results)
+    )
+
+
+def _exchange(parameter: Node, dtype: torch.dtype, casts: Sequence[_Cast]) -> Node | None:
+    """Let casts read a copy of the parameter, which becomes an input of the graph.
+
+    Returns:
+        The new placeholder, or None if no view of the copy would be laid out as what was cast.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        low = evaluate(_CAST, (parameter, dtype), {})
+    graph = parameter.graph
+    with graph.inserting_before(parameter):
+        copy = graph.placeholder(f"{parameter.name}_{str(dtype).removeprefix('torch.')}")
+    copy.meta = {key: parameter.meta[key] for key in ("stack_trace", "nn_module_stack") if key in parameter.meta}
+    copy.meta["example_value"] = low
+    make_static(copy)
+    made: dict[Node, Node] = {parameter: copy}
+    for cast in casts:
+        result = _views_of(cast, parameter, made)
+        if fake_value(result).stride() == fake_value(cast.node).stride():
+            cast.node.replace_all_uses_with(result)
+    # Views come before what is made of them in both.
+    old = dict.fromkeys(node for cast in casts for node in (*cast.views, cast.node))
+    for node in (*reversed(old), *reversed(made.values())):
+        if not node.users and node is not copy:
+            graph.erase_node(node)
+    if not copy.users:
+        graph.erase_node(copy)
+        return None
+    return copy
+
+
+def _views_of(cast: _Cast, parameter: Node, made: dict[Node, Node]) -> Node:
+    """The views between a parameter and its cast, of the copy; `made` has the copies of nodes that there are."""
+    before = made[parameter]
+    for view in cast.views:
+        if view not in made:
+            target: Any = getattr(torch.Tensor, str(view.target)) if view.op == "call_method" else view.target
+            args = (before, *view.args[1:])
+            with torch.inference_mode(False), torch.no_grad():
+                value = evaluate(target, args, dict(view.kwargs))
+            with view.graph.inserting_before(view):
+                made[view] = view.graph.create_node(view.op, view.target, args, view.kwargs)
+            made[view].meta = {**view.meta, "example_value": value}
+        before = made[view]
+    return before

@@ -1,0 +1,1 @@
+"""What the pass `legalise` is made of: which dtypes a device has, which operators ask for what, and the rewrite."""

@@ -1,0 +1,75 @@
+"""What the pass `legalise` must know of operators by name: those that compute nothing, and those that insist."""
+
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from omnicomp.passes.attention.nodes import kind
+
+__all__ = ["CASTS", "FILLS", "MOVES", "STATISTICS", "TAKES_DTYPE", "WANTS_INT64", "writes_to"]
+
+MOVES: Final = frozenset(
+    "view reshape transpose permute t T mT swapaxes swapdims movedim moveaxis expand expand_as unsqueeze squeeze "
+    "flatten unflatten contiguous clone detach narrow select chunk split split_with_sizes tensor_split unbind unfold "
+    "view_as reshape_as as_strided diagonal index_select alias ravel repeat tile flip roll broadcast_to "
+    "t_ transpose_ squeeze_ unsqueeze_ detach_ requires_grad_ size dim stride numel is_contiguous zero_".split()
+)
+"""Operators that copy or view one tensor: they take a dtype that is only stored."""
+
+CASTS: Final[dict[str, torch.dtype | None]] = {
+    "to": None,
+    "type": None,
+    "type_as": None,
+    "_to_copy": None,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "long": torch.int64,
+    "int": torch.int32,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+}
+"""Conversions, with the dtype of those that are named after it."""
+
+FILLS: Final = frozenset(
+    "empty zeros ones full tensor empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "
+    "new_tensor empty_strided as_tensor scalar_tensor".split()
+)
+"""Factories that write one value, or given ones: they take a dtype that is only stored."""
+
+TAKES_DTYPE: Final = FILLS | frozenset(
+    "arange linspace logspace eye rand randn randint randperm rand_like randn_like randint_like tril_indices "
+    "triu_indices sum nansum prod cumsum cumprod hann_window hamming_window".split()
+)
+"""Operators whose result has a dtype that `dtype=` overrules, and which may be one that no operand has."""
+
+WANTS_INT64: Final = frozenset(
+    "take put put_ take_along_dim cross_entropy nll_loss index_copy index_copy_ index_fill index_fill_ gather "
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ ctc_loss multi_margin_loss".split()
+)
+"""Operators that refuse indices in another dtype than int64, in some release of torch."""
+
+STATISTICS: Final[dict[str, tuple[int, int]]] = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+"""Operators that write to arguments without saying so in their name: running statistics."""
+
+_OPERATORS: Final = frozenset(
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul setitem".split()
+)
+
+
+def writes_to(node: Node) -> Node | None:
+    """The tensor that an operator changes in place, or writes its result to; None for others."""
+    out: Any = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return out
+    name = kind(node)
+    in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    if not (in_place or node.kwargs.get("inplace") is True):
+        return None
+    target: Any = node.args[0] if node.args else node.kwargs.get("input")
+    return target if isinstance(target, Node) else None
