@@ -57,8 +57,8 @@ class Policy:
         reference: the precision of that, `fp32` or `fp64`.
         verdicts: whether what earlier processes found Inductor to fail on is put to `use`, is to be found out again
             (`forget`), or is neither read nor kept (`off`).
-        legalise: what is done about dtypes that the device lacks: the nearest is computed in, and `warn` says so; `error`
-            if a range could be lost; or nothing, with `off`.
+        legalise: what is done about dtypes that the device lacks: the nearest is computed in, and `warn` says so;
+            `error` if a range could be lost; or nothing, with `off`.
         mode: torch.compile's mode.
         inductor: Inductor's config patches, those of the mode included.
     """

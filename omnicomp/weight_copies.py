@@ -5,7 +5,7 @@ is renewed in place, so that its address stays. Each call of a graph looks wheth
 
 - the parameter's version, which every in-place operation of torch counts up, is the one that was copied;
 - nobody has taken or set its `.data` meanwhile, which is not counted (`omnicomp._torch.parameters.observe`);
-- no optimizer has made a step with it, as fused ones do not count what they write;
+- no optimizer has made a step with it, and no `torch._foreach_*_` has written it, as some do not count that;
 - its memory is the same, and the parameter alone holds it. As long as something else does (a tensor of `.data`, an
   array, a flat buffer), writes from there can't be told, and the copy is renewed in each call, and once more after.
 
@@ -125,6 +125,20 @@ def _seen(parameter: Tensor) -> None:
     for copy in list(watched.copies.values()):
         copy.stale = True
     _Sight.mark = object()
+
+
+def _written(tensors: Sequence[Tensor]) -> None:
+    """Tensors were written: parameters, or others that may be of a parameter's memory, as one that was detached is."""
+    others: set[int] = set()
+    for tensor in tensors:
+        if isinstance(tensor, Parameter):
+            _seen(tensor)
+        elif tensor.layout is torch.strided:
+            others.add(tensor.data_ptr())
+    for watched in list(_watched.values()) if others else ():
+        parameter = watched.parameter()
+        if parameter is not None and parameter.data_ptr() in others:
+            _seen(parameter)
 
 
 class _Order:
@@ -291,7 +305,7 @@ class Copies:
         watched = _watched.get(id(value))
         if watched is None or watched.parameter() is not value:
             if not parameters.is_observed():
-                parameters.observe(_seen)
+                parameters.observe(_seen, _written)
             watched = _watched[id(value)] = _Watched(value)
         copy = watched.copies.get(dtype)
         if copy is None:

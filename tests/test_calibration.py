@@ -69,7 +69,7 @@ def kept(events) -> list[str]:
 
 
 def distance(value: torch.Tensor, true: torch.Tensor) -> float:
-    return float((value.double() - true).norm() / true.norm())
+    return float(((value.double() - true).norm() / true.norm()).detach())
 
 
 def test_the_harmful_product_alone_is_kept() -> None:

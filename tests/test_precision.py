@@ -116,10 +116,10 @@ def test_another_graph_of_the_process_has_the_users_settings() -> None:
 @pytest.mark.usefixtures("device_with_tf32")
 def test_it_is_put_back_after_an_error() -> None:
     def fails(x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.cholesky(settings(x))
+        return settings(x)[torch.tensor([7])]
 
     run = torch.compile(fails, backend="omni", options={"dtype_policy": "tf32", "lowerings": ["eager"]})
-    with pytest.raises(torch.linalg.LinAlgError):
+    with pytest.raises(IndexError):
         run(-torch.eye(2))
     assert SEEN["forward"][0] == ("tf32", "tf32")
     assert tf32_settings() == ("none", "none")

@@ -14,6 +14,7 @@ tested by a run with a learning rate that is 30 % lower.
 
 import functools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ LAST = 50
 WINDOW = 25
 
 pytestmark = pytest.mark.model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices of 96 columns gain little by a second thread, and a machine that others use makes it wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @functools.cache

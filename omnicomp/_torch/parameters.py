@@ -3,9 +3,11 @@
 `.data` gives a tensor of the same memory with a version counter of its own, so a write through it leaves the
 parameter's `_version` as it was. While parameters are observed, `torch.nn.Parameter` has a property of that name, which
 tells the observer and then asks torch's own. Nor do fused optimizers count what they write (seen with torch 2.13), so
-every step of an optimizer is told, too.
+every step of an optimizer is told, too; nor `torch._foreach_lerp_` on a GPU (a copy was stale after it with torch
+2.11), so all functions of that family are.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from omnicomp._torch.afresh import is_symbolic
+from omnicomp._torch.registrations import settle_dynamo
 
 __all__ = [
     "StorageWeakRef",
@@ -37,6 +40,7 @@ __all__ = [
 
 _DATA: Final[Any] = torch._C.TensorBase.data
 _hooks: Final[list[Any]] = []
+_foreach: Final[dict[str, Any]] = {}
 
 owners: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 """How many tensors and other objects hold a storage, given `StorageWeakRef.cdata`; 0 if it is freed."""
@@ -63,8 +67,10 @@ owns_alone: Final[int] = _of_one_tensor()
 """What `owners` says of a storage that one tensor holds, whose Python storage was asked for once."""
 
 
-def observe(seen: Callable[[Tensor], None]) -> None:
-    """Call back, from now on, when Python takes or sets the `.data` of a parameter, or an optimizer has made a step.
+def observe(seen: Callable[[Tensor], None], written: Callable[[Sequence[Tensor]], None]) -> None:
+    """Call back when Python takes or sets the `.data` of a parameter, or something writes that may not be counted.
+
+    That is a step of an optimizer, and a function on lists of tensors, which tells `written` what it has written.
 
     Not seen are `torch.Tensor.data.__get__(p)` and what C++ does; nor a subclass with a `data` of its own.
     """
@@ -87,6 +93,24 @@ def observe(seen: Callable[[Tensor], None]) -> None:
     hook: Any = torch._dynamo.disable(stepped, reason="omnicomp looks which weights an optimizer changed")
     _hooks.append(register_optimizer_step_post_hook(hook))
     Parameter.data = property(get_data, set_data, None, _DATA.__doc__)  # type: ignore[assignment,misc]
+    settle_dynamo()  # its tables know these functions by identity
+    for name in dir(torch):
+        if name.startswith("_foreach_") and name.endswith("_"):
+            _foreach[name] = getattr(torch, name)
+            setattr(torch, name, _telling(_foreach[name], written))
+
+
+def _telling(function: Any, written: Callable[[Sequence[Tensor]], None]) -> Any:
+    """An in-place function on lists of tensors that tells afterwards what it has written."""
+
+    @functools.wraps(function)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(tensors, *args, **kwargs)
+        if not torch.compiler.is_compiling():  # a compiled step counts, or is told as a step of an optimizer
+            written(tensors)
+        return result
+
+    return call
 
 
 def is_observed() -> bool:
@@ -98,6 +122,8 @@ def stop_observing() -> None:
     """Give `torch.nn.Parameter` the `.data` of torch back, and look at no optimizer any more."""
     if is_observed():
         del Parameter.data
+    while _foreach:
+        setattr(torch, *_foreach.popitem())
     while _hooks:
         _hooks.pop().remove()
 

@@ -244,9 +244,7 @@ def _output_values(module: GraphModule) -> list[Any]:
     return [leaf.meta.get("example_value") for leaf in leaves]
 
 
-def _verify(
-    item: Pass, region: GraphModule, before: list[Any], retyped: set[tuple[torch.dtype, torch.dtype]]
-) -> None:
+def _verify(item: Pass, region: GraphModule, before: list[Any], retyped: set[tuple[torch.dtype, torch.dtype]]) -> None:
     """Run the rewritten graph on fake tensors, and compare its outputs with what they were."""
     inputs = [node.meta.get("example_value") for node in region.graph.find_nodes(op="placeholder")]
     if any(value is None for value in inputs):

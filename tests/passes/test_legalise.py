@@ -333,6 +333,25 @@ def test_gradients_have_the_dtype_of_what_they_belong_to():
             torch.testing.assert_close(got.grad, want.grad, atol=1e-4, rtol=1e-4)
 
 
+def test_a_written_copy_adds_up_its_gradients_where_it_is_computed():
+    def function(x):
+        r = x.clone()
+        r.mul_(0.5)
+        r[:, 1] += 0.25
+        r[0].add_(1)
+        return r.sin()
+
+    x = x32.to(torch.bfloat16).requires_grad_()
+    compiled, backend = legalised(function, STORED_BF16, training=True)
+    result = compiled(x)
+    result.sum().backward()
+    assert (result.dtype, x.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.bfloat16 not in backend.computed
+    same = x.detach().float().requires_grad_()
+    function(same).sum().backward()
+    torch.testing.assert_close(x.grad.float(), same.grad, atol=1e-2, rtol=1e-2)
+
+
 def test_checkpointed_regions_are_legalised_on_both_sides():
     def inner(x, w):
         return torch.sin(x @ w.double()), x.argmax(-1)

@@ -34,7 +34,7 @@ _VIEWS = frozenset(
 )
 _MOVES = _VIEWS | frozenset(
     "index_select index empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones "
-    "new_full zero_ empty_strided repeat flip roll select_backward slice_backward select_scatter slice_scatter "
+    "new_full zero zero_ empty_strided repeat flip roll select_backward slice_backward select_scatter slice_scatter "
     "as_strided_scatter diagonal_scatter new_empty_strided lift_fresh_copy".split()
 )
 

@@ -41,16 +41,19 @@ class Values:
         self.ranges = Ranges()
         self.written = {key for node in self.graph.nodes for key in written_storages(node)}
         self._training = decisions.context.training
+        given = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
+        self._outside = self.written & {key for node in given for key in storages(node)}
         self._casts: dict[tuple[Node, torch.dtype, bool], Node] = {}
 
     def at_once(self, node: Node) -> bool:
         """Whether a value that is only stored is cast once for all its uses, views among them.
 
         So in training, where autograd adds up the gradients of several uses, which is to happen in the dtype that is
-        computed in. Not where it is written to: a view of a copy would not see that.
+        computed in. Not where an input is written to: a view of a copy would not see that. What the graph made itself
+        is cast when it is made, and written to afterwards.
         """
         known = storages(node).union(*map(storages, node.all_input_nodes))
-        return self._training and self.written.isdisjoint(known)
+        return self._training and self._outside.isdisjoint(known)
 
     def use(self, value: Node, user: Node) -> Node:
         """The value in a dtype to compute in."""
