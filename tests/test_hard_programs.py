@@ -4,9 +4,11 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
+import hard_features  # noqa: F401 - registers its programs
+import hard_programs  # noqa: F401
 import pytest
 import torch
-from hard_programs import PROGRAMS, Outcome, Program, compare, outcome
+from outcomes import PROGRAMS, Outcome, Program, compare, outcome
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
