@@ -44,6 +44,7 @@ class Override:
         priority: the higher one is asked first.
         backward: the derivative that was given with the declaration.
         setup_context: what was given to save values for it.
+        excerpt: makes the arguments of a smaller call of the operator, which is verified in the place of a large one.
         check: called with the fake arguments; returns None, or the reason why it refuses them.
         sources: files whose content changes what it computes, for the compile caches' keys.
         doc: first line of its documentation.
@@ -66,6 +67,7 @@ class Override:
     priority: int = 0
     backward: Function | None = None
     setup_context: Function | None = None
+    excerpt: Function | None = None
     check: Check | None = None
     sources: tuple[str, ...] = ()
     doc: str = ""
@@ -103,7 +105,7 @@ class Override:
         declared = (self.name, str(self.op), self.devices, [str(d) for d in self.dtypes], module)
         declared += (self.trains, self.mutates, self.priority)
         value = hashlib.sha256(repr(declared).encode())
-        own = (self.reference, self.check, self.backward, self.setup_context, self.search)
+        own = (self.reference, self.check, self.backward, self.setup_context, self.excerpt, self.search)
         for item in (*torch_overrides.functions_of(self.declared), *own):
             if item is not None:
                 value.update(_source(item))

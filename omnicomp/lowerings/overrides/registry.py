@@ -49,6 +49,7 @@ def override(
     training: bool | str | None = None,
     backward: Function | None = None,
     setup_context: Function | None = None,
+    excerpt: Function | None = None,
     mutates: Sequence[str] | None = None,
     priority: int = 0,
     check: Check | None = None,
@@ -95,6 +96,9 @@ def override(
             program, and no derivative of the override's is asked for.
         backward: the derivative, as `torch.library.register_autograd` takes it (tag form).
         setup_context: what it saves for `backward`, as `torch.library.register_autograd` takes it.
+        excerpt: gets the arguments of a call of the operator, and returns those of a smaller one, as a tuple, or None.
+            It is what is compared with `reference` when the override is verified, where that would take much memory;
+            what is wrong in the call should be wrong in it, too. Not for operators that change their inputs.
         mutates: names of the arguments that the operator changes; by default what its schema says (tag form).
         priority: of two overrides for one place the one with the higher number is taken, and of equal ones the one
             that was registered first.
@@ -120,6 +124,8 @@ def override(
         )
     if setup_context is not None and backward is None:
         raise OverrideError("setup_context= prepares backward=, which is missing")
+    if excerpt is not None and mutates:
+        raise OverrideError("excerpt= is for operators that change none of their inputs, and mutates= names some")
 
     def register(function: Function) -> Function:
         plain = torch_overrides.python_function(function)
@@ -154,6 +160,7 @@ def override(
                 priority=priority,
                 backward=backward,
                 setup_context=setup_context,
+                excerpt=excerpt,
                 check=check,
                 sources=tuple(sources),
                 doc=(inspect.getdoc(plain) or "").split("\n", 1)[0],

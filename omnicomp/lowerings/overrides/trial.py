@@ -69,6 +69,14 @@ def try_forward(
     Raises:
         Exception: what the override itself raises.
     """
+    smaller = _excerpt(item, args, kwargs)
+    if smaller is not None:
+        results = call(*args, **kwargs)
+        found = try_forward(dataclasses.replace(item, excerpt=None), truth, call, smaller, {}, precision)
+        detail = f"{found.detail}; of an excerpt"
+        if found.state == "wrong":
+            results = _like(truth(*args, **kwargs), results)
+        return dataclasses.replace(found, detail=detail, results=results)
     changed = _changed(item, args, kwargs)
     try:
         own = _copies(changed, args, kwargs)
@@ -113,6 +121,11 @@ def try_forward(
     )
 
 
+def _excerpt(item: Override, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of a smaller call that is compared instead, if the override makes one."""
+    return None if item.excerpt is None else item.excerpt(*args, **kwargs)
+
+
 def _not_compared(error: Exception) -> str:
     return f"the reference could not be computed: {first_line(error)}"
 
@@ -137,6 +150,9 @@ def try_backward(
         kwargs: likewise.
         precision: the dtype of the truth.
     """
+    smaller = _excerpt(item, args, kwargs)
+    if smaller is not None:
+        args, kwargs = smaller, {}
     states = generator_states(devices_of((args, kwargs)))
     try:
         if "*" in names:

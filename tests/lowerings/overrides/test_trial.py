@@ -79,3 +79,23 @@ def test_a_gradient_that_is_missing_counts_as_zeros() -> None:
     truth = torch.mul
     for names, state in ((("x",), "right"), (("x", "y"), "wrong"), (("*",), "right")):
         assert try_backward(names, PRODUCT, truth, product, (x, y), {}, torch.float64).state == state
+
+
+def test_an_excerpt_is_compared_in_the_place_of_a_large_call() -> None:
+    sizes: list[int] = []
+
+    def truth(x: Tensor, y: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return x * y
+
+    declared = item(torch.ops.omnicomp_test_trial.product.default, excerpt=lambda x, y: (x[::10], y[::10]))
+    x = torch.randn(100)
+    found = try_forward(declared, truth, product, (x, x), {}, torch.float64)
+    assert (found.state, sizes) == ("right", [10, 10])
+    assert torch.equal(found.results, x * x)
+    assert try_backward(["x"], declared, truth, product, (x, x), {}, torch.float64).state == "right"
+    assert set(sizes) == {10}
+
+    wrong = try_forward(declared, truth, lambda x, y: x * y + 1, (x, x), {}, torch.float64)
+    assert wrong.state == "wrong"
+    assert torch.equal(wrong.results, x * x), "the reference's, of the whole call"
