@@ -152,7 +152,11 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process 
 @pytest.mark.parametrize("where", ["parent", pytest.param("worker", marks=NO_GPU)])
 @SETTINGS
 def test_in_a_forked_worker(options: dict[str, Any], where: str) -> None:
-    """What was compiled before the fork is called behind it, or the worker compiles for itself."""
+    """What was compiled before the fork is called behind it, or the worker compiles for itself.
+
+    With one thread: GNU's OpenMP has no threads left behind a fork, and code for several waits for them for ever.
+    """
+    options = options if options is EAGER else {**options, "cpp.threads": 1}
     compiled = None
     if where == "parent":
         compiled = torch.compile(transform, backend="omni", options=options)
