@@ -189,6 +189,11 @@ def test_names_are_patterns_and_unknown_ones_an_error() -> None:
         check_operator("nothing")
 
 
+def test_the_database_leaves_the_settings_of_the_process_open() -> None:
+    opinfo.names()
+    assert not torch.backends.flags_frozen()
+
+
 def test_an_operator_without_the_dtype_has_no_outcome() -> None:
     assert check_operator("bitwise_not", dtype=torch.float32) == []
     assert omnicomp.audit().graphs == ()

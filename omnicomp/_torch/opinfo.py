@@ -25,7 +25,10 @@ def _call(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def _database() -> dict[str, Any]:
     """The entries by name; the name of a variant is `name.variant`."""
     try:
-        module: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
+        # Importing it forbids to set `torch.backends.cudnn.allow_tf32` and its like in this process for good, as suits
+        # PyTorch's own tests alone; this context puts back at its end whether that is allowed.
+        with torch.backends.__allow_nonbracketed_mutation():
+            module: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
     except ImportError as error:
         raise OmnicompError(
             f"the operator database needs the extra `test`: pip install omnicomp[test] ({error})"
