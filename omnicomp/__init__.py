@@ -25,9 +25,11 @@ from omnicomp.errors import (
 if TYPE_CHECKING:
     from omnicomp import weights
     from omnicomp.backend import omni
+    from omnicomp.devices import resolve_device
     from omnicomp.dtypes import DtypePolicy
     from omnicomp.lowerings.overrides.registry import override
     from omnicomp.options import Policy
+    from omnicomp.wrap import wrap_module
 
     __version__: str
 
@@ -46,8 +48,10 @@ __all__ = [
     "audit",
     "omni",
     "override",
+    "resolve_device",
     "timeline",
     "weights",
+    "wrap_module",
 ]
 
 # What needs torch's compiler is imported when it is first used: reading a timeline needs no torch at all.
@@ -56,6 +60,8 @@ _LAZY: Final = {
     "override": "omnicomp.lowerings.overrides.registry",
     "Policy": "omnicomp.options",
     "DtypePolicy": "omnicomp.dtypes",
+    "resolve_device": "omnicomp.devices",
+    "wrap_module": "omnicomp.wrap",
 }
 
 

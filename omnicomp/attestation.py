@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from omnicomp._torch.fx import boxed
 from omnicomp.audit.builder import build
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.lowerings.overrides.declaration import Override
@@ -117,7 +117,7 @@ def _mismatches(claim: str, call: Boxed) -> int:
     context = LoweringContext(
         graph_id="g0",
         part="inference",
-        device=get_device("cpu"),
+        device=resolve_device("cpu"),
         policy=Policy(verify="off"),
         timeline=timeline,
     )

@@ -16,9 +16,11 @@ from omnicomp._torch import aot, dynamo, faults, folding, inductor, late, losses
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.lookups import Lookup, autograd_lookups
 from omnicomp._torch.release import forget_tensors
+from omnicomp._torch.resizing import bytes_resized_by_kernels
 from omnicomp._torch.tangents import tangents_without_overlap
 from omnicomp.cache_keys import verdict
 from omnicomp.capture import CapturedGraph, capture_graph
+from omnicomp.cut_parts import restoring
 from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError
 from omnicomp.generators import generator_states
 from omnicomp.ladder import build_part
@@ -80,14 +82,23 @@ def omni(
     except OmnicompError as error:
         raise dynamo.user_error(error) from None
     with dynamo.compile_lock:
-        graph = _override_blocks(gm, capture_graph(gm, example_inputs, policy, options))
-        original = copy_module(gm)
-        passed = _run_passes(gm, graph, speculate=_may_speculate(policy), kept=original, inputs=example_inputs)
-        if passed.assumptions:
-            return _with_variants(passed, original, example_inputs, graph)
-        if passed.module is not original:
-            forget_tensors(original)
-        return _build(passed, example_inputs, graph)
+        try:
+            captured = capture_graph(gm, example_inputs, policy, options)
+            plain = copy_module(gm)
+        except (*dynamo.CONTROL_FLOW, OmnicompError):
+            raise
+        except Exception as error:
+            if policy.on_error == "raise":
+                raise
+            return _run_uncaptured(gm, error)
+        try:
+            return _compile_captured(gm, plain, captured, example_inputs)
+        except (*dynamo.CONTROL_FLOW, *dynamo.GRAPH_BREAKS, OmnicompError):
+            raise
+        except Exception as error:
+            if policy.on_error == "raise":
+                raise
+            return _retreat_to_eager(plain, captured, error)
 
 
 def reset() -> None:
@@ -98,6 +109,36 @@ def reset() -> None:
 
 omni.reset = reset  # type: ignore[attr-defined]
 threads.tell_threads_apart()
+
+
+def _run_uncaptured(gm: GraphModule, error: Exception) -> Callable[..., Any]:
+    """Run a Dynamo graph of which nothing could be learnt, through torch's dispatcher."""
+    reason = Reason(
+        code="capture_failed",
+        by="capture",
+        sentence=f"the graph could not be recorded, and runs eager as Dynamo captured it: {first_line(error)}",
+        observed=type(error).__name__,
+        lever="report the error; to see it raised, set options={'on_error': 'raise'}",
+    )
+    return _running_eager(gm, current().next_graph(), "capture", reason)
+
+
+def _compile_captured(
+    gm: GraphModule, plain: GraphModule, captured: CapturedGraph, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Overrides of blocks, passes, and all that follows; `plain` is a copy of the graph that nothing has changed."""
+    graph = _override_blocks(gm, captured)
+    # Without a block that was replaced, the copy is one of the graph as the passes get it.
+    same = [node.name for node in plain.graph.nodes] == [node.name for node in gm.graph.nodes]
+    original = plain if same else copy_module(gm)
+    passed = _run_passes(gm, graph, speculate=_may_speculate(graph.policy), kept=original, inputs=inputs)
+    if passed.assumptions:
+        return _with_variants(passed, original, inputs, graph)
+    compiled = _build(passed, inputs, graph)
+    for copy in (plain, original):
+        if copy is not passed.module:
+            forget_tensors(copy)
+    return compiled
 
 
 def _override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
@@ -181,7 +222,7 @@ def _run_passes(
             sentence=f"a pass raised, and the graph goes on as Dynamo captured it: {first_line(error)}",
             lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
         )
-        _record_retreat(graph, "passes", "no passes", reason)
+        _record_retreat(graph.id, "passes", "no passes", reason)
         return _Passed(module=kept or own or gm, assumptions=(), events=())
     if own is not None:
         forget_tensors(own)
@@ -260,7 +301,7 @@ def _within_sizes(
         needed=sizes.text,
         lever="switch it off with options={'speculate': False}",
     )
-    retreat = Once(lambda: _record_eager(graph, compiler, reason)())
+    retreat = Once(lambda: _record_eager(graph.id, compiler, reason)())
 
     def call(*args: Any) -> Any:
         if sizes.holds is not None and sizes.holds(args):
@@ -294,6 +335,7 @@ def _build(
             dynamo.leave_transforms_on_error(),
             faults.unobserved_first_call(passed.module),
             tangents_without_overlap(),
+            bytes_resized_by_kernels(),
             without_missing_autocast(graph.device, graph.policy),
         ):
             compiled = weights.with_copies(passed.module, inputs, graph, _compile)
@@ -305,7 +347,7 @@ def _build(
             raise
         if graph.policy.on_error == "raise":
             raise
-        compiled = _retreat_to_eager(kept, graph, error)
+        compiled = _retreat_to_eager(put_references(kept), graph, error)  # an override may be to blame
     else:
         if graph.training and graph.policy.verify != "off" and has_own_gradients(kept):
             compiled = _given_up_if_rejected(compiled, kept, graph)
@@ -334,7 +376,7 @@ def _given_up_if_rejected(compiled: Callable[..., Any], kept: GraphModule, graph
                 results = target(*args)
         except Rejected as rejected:
             states.restore()
-            once = _record_eager(graph, "inductor" if _uses_inductor(graph) else "autograd", rejected.reason)
+            once = _record_eager(graph.id, "inductor" if _uses_inductor(graph) else "autograd", rejected.reason)
             eager = put_references(copy_module(kept))
 
             def run(*args: Any) -> Any:
@@ -370,12 +412,16 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> An
     if not _uses_inductor(graph):
         return aot.compile_graph(gm, inputs, inner_compile)
     lookups: list[Lookup] = []
-    # A restored part comes without the graph that it could be compared with.
-    lookup = inductor.autograd_cache(graph.policy.verify in ("off", "overrides"))
+    patches = folding.config_patches(partition.config_patches(graph.policy.inductor))
+    # A restored part comes without the graph that it could be compared with. And torch looks it up also for a
+    # partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be cached.
+    keyed = patches["custom_partitioner_fn"].uuid() is not None
+    lookup = inductor.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
     with (
         inductor.cache_tag(tag),
         compiling(graph.context("", {})),
         inductor.on_artefact_loaded(restored),
+        restoring(lambda part: graph.context(part, {})),
         autograd_lookups(lookups),
         lookup,
     ):
@@ -383,7 +429,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> An
             gm,
             list(inputs),
             inner_compile=inner_compile,
-            config_patches=folding.config_patches(partition.config_patches(graph.policy.inductor)),
+            config_patches=patches,
         )
     for question in lookups:
         current().append(verdict(question, graph.key, graph=graph.id, part=""))
@@ -398,20 +444,13 @@ def _record_graph_break(graph: CapturedGraph, error: Exception) -> None:
         sentence=f"the graph can't be traced as a whole, and Dynamo breaks it in pieces: {first_line(error)}",
         lever="keep sizes independent of data, or see torch._dynamo.config.capture_dynamic_output_shape_ops",
     )
-    _record_retreat(graph, "capture", "graph break", reason)
+    _record_retreat(graph.id, "capture", "graph break", reason)
 
 
-def _record_retreat(graph: CapturedGraph, source: str, target: str, reason: Reason) -> None:
+def _record_retreat(graph: str, source: str, target: str, reason: Reason) -> None:
     """Record that the whole graph moved from one way of going on to another."""
     current().append(
-        Retreat(
-            graph=graph.id,
-            part="",
-            subgraph=graph.id,
-            source_lowering=source,
-            target_lowering=target,
-            reason=reason,
-        )
+        Retreat(graph=graph, part="", subgraph=graph, source_lowering=source, target_lowering=target, reason=reason)
     )
 
 
@@ -434,6 +473,11 @@ def _retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) -
         source=graph.sources[0] if graph.sources else "",
         lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
     )
+    return _running_eager(gm, graph.id, compiler, reason)
+
+
+def _running_eager(gm: GraphModule, graph: str, compiler: str, reason: Reason) -> Callable[..., Any]:
+    """Call a graph as it is; that it moved to eager is recorded now, and that it ran there by its first call."""
     once = _record_eager(graph, compiler, reason)
 
     def run(*args: Any) -> Any:
@@ -444,11 +488,11 @@ def _retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) -
     return dynamo.disable(run, reason="omnicomp runs this graph eagerly")
 
 
-def _record_eager(graph: CapturedGraph, compiler: str, reason: Reason) -> Once:
+def _record_eager(graph: str, compiler: str, reason: Reason) -> Once:
     """Record that the whole graph moved to eager; what is returned records that it ran there."""
     timeline = current()
     _record_retreat(graph, compiler, "eager", reason)
-    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering=compiler, ok=False, reason=reason))
-    timeline.append(Attempt(graph=graph.id, part="", subgraph=graph.id, lowering="eager", ok=True, selected=True))
-    ran = Ran(graph=graph.id, part="", subgraph=graph.id, lowering="eager", evidence="torch.fx.GraphModule")
+    timeline.append(Attempt(graph=graph, part="", subgraph=graph, lowering=compiler, ok=False, reason=reason))
+    timeline.append(Attempt(graph=graph, part="", subgraph=graph, lowering="eager", ok=True, selected=True))
+    ran = Ran(graph=graph, part="", subgraph=graph, lowering="eager", evidence="torch.fx.GraphModule")
     return Once(lambda: timeline.append(ran))

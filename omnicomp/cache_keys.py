@@ -8,14 +8,13 @@ and nothing that compiles reads the files: one that is lost, or wrong, costs a s
 import dataclasses
 import hashlib
 import json
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from omnicomp._torch.inductor import cache_dir
 from omnicomp._torch.lookups import Lookup
+from omnicomp.kept import write_whole
 from omnicomp.timeline import Cache, Reason
 
 __all__ = ["MAX_FILES", "MAX_RECORDS", "KeyParts", "changes", "folder", "verdict"]
@@ -132,33 +131,10 @@ def _replace(path: Path, records: Sequence[Parts]) -> OSError | None:
     """Write a file in one step, so that a reader in another process sees the old one or the new one."""
     text = json.dumps({"schema": _SCHEMA, "records": records}, separators=(",", ":"))
     try:
-        new = not path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        if new:
-            _bound(path.parent)
+        write_whole(path, text, MAX_FILES)
     except OSError as error:
         return error
     return None
-
-
-def _bound(directory: Path) -> None:
-    """Remove the oldest quarter of the files if there are too many; another process may be doing the same."""
-    files: list[tuple[float, str]] = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            try:
-                files.append((entry.stat().st_mtime, entry.path))
-            except FileNotFoundError:
-                continue
-    if len(files) > MAX_FILES:
-        for _, path in sorted(files)[: len(files) - MAX_FILES * 3 // 4]:
-            Path(path).unlink(missing_ok=True)
 
 
 def _unreadable(error: Exception, second: OSError | None) -> Reason:

@@ -27,6 +27,7 @@ from omnicomp import trials
 from omnicomp._torch.identity import keeps_caches
 from omnicomp.fingerprint import fingerprint
 from omnicomp.graphs import op_name, submodules
+from omnicomp.kept import folder, write_whole
 from omnicomp.localize import first_line
 from omnicomp.timeline import Calibration, Option, Reason, Rewrite, Timeline
 from omnicomp.trials import Runs, Site, TrialError
@@ -364,8 +365,6 @@ def _key(root: GraphModule, context: "PassContext") -> str:
 
 def _look_up(key: str, context: "PassContext") -> tuple[Finding | None, str]:
     """What was found before, in this process or an earlier one; and what was wrong with what was kept."""
-    from omnicomp.verdicts import folder
-
     if context.policy.verdicts != "use":
         return None, ""
     with _lock:
@@ -387,8 +386,6 @@ def _look_up(key: str, context: "PassContext") -> tuple[Finding | None, str]:
 
 def _keep(key: str, finding: Finding, context: "PassContext") -> str:
     """Keep a finding; returns why it could not be kept, or nothing."""
-    from omnicomp.verdicts import folder, write_whole
-
     if context.policy.verdicts == "off":
         return ""
     _remember(key, finding)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp import passes
 from omnicomp._torch import dynamo, inductor
 from omnicomp.cache_keys import KeyParts
 from omnicomp.costs import known_sizes
-from omnicomp.devices import Device, get_device, primary_device
+from omnicomp.devices import Device, primary_device, resolve_device
 from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
@@ -76,19 +76,23 @@ def capture_graph(
     nodes = list(all_nodes(gm))
     tensors = [v for v in tree_leaves([fake_value(n) for n in nodes]) if isinstance(v, torch.Tensor)]
     tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
-    device = primary_device(t.device.type for t in tensors) if policy.device == "auto" else get_device(policy.device)
+    device = (
+        primary_device(t.device.type for t in tensors) if policy.device == "auto" else resolve_device(policy.device)
+    )
     training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
     id, modules, function = timeline.next_graph(), distinct(map(module_path, nodes)), function_name(nodes)
+    scope = _scope(policy, id, nodes)
+    parts = {**key_parts(policy, device), **({"what rules of placement go by": ("", scope)} if scope else {})}
     graph = CapturedGraph(
         id=id,
         device=device,
         policy=policy,
         training=training,
-        digest=graph_digest(policy, device),
+        digest=f"{graph_digest(policy, device)}{scope}",
         modules=modules,
         sources=distinct(map(source_line, nodes)),
         sizes=known_sizes(inputs),
-        key=KeyParts(identity=_identity(function, modules, training), parts=key_parts(policy, device)),
+        key=KeyParts(identity=_identity(function, modules, training), parts=parts),
         capture=Capture(
             graph=id,
             compile_id=dynamo.compile_id(),
@@ -149,6 +153,17 @@ def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
     for item in overrides.enabled(policy.disable_overrides, policy.overrides):
         parts[f"override {item.name}"] = ("", item.digest)
     return parts
+
+
+def _scope(policy: Policy, id: str, nodes: Sequence[Node]) -> str:
+    """What rules of placement go by that is not in torch's keys: modules, and the graph's id where a rule names one.
+
+    Without it a graph that looks the same would be restored as a rule cut another one.
+    """
+    if not policy.rules:
+        return ""
+    seen = [id if any(rule.place is not None for rule in policy.rules) else "", *sorted(set(map(module_path, nodes)))]
+    return f"-{hashlib.sha256(repr(seen).encode()).hexdigest()[:12]}"
 
 
 def _identity(function: str, modules: Sequence[str], training: bool) -> str:

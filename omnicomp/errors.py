@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "BudgetSpentError",
     "CompilerFaultError",
     "DeviceError",
     "LegaliseError",
@@ -48,6 +49,10 @@ class OverrideError(OmnicompError, ValueError):
 
 class LoweringError(OmnicompError):
     """No lowering of the policy could build a subgraph, or a retreat was refused because it would be wrong."""
+
+
+class BudgetSpentError(OmnicompError):
+    """Building took longer than the option `build_seconds` allows."""
 
 
 class CompilerFaultError(OmnicompError):

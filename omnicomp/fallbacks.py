@@ -7,7 +7,7 @@ of its decisions. What a start reads of it is one short line; the rest is read o
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -20,10 +20,10 @@ from omnicomp.layouts import Layout
 from omnicomp.localize import first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
-from omnicomp.retreat import Guard, obstacle, recorded_as_cudagraph
+from omnicomp.retreat import Boxed, Guard, obstacle, recorded_as_cudagraph
 from omnicomp.timeline import Reason
 
-__all__ = ["HELD_BYTES", "dumps", "guard"]
+__all__ = ["HELD_BYTES", "dump_graph", "dumps", "guard", "guard_call", "load_graph", "load_layout"]
 
 # Of what was saved for a backward, this much is held until its call has returned, so that it can be repeated.
 HELD_BYTES = 64 * 2**20
@@ -34,7 +34,7 @@ def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
 
     Args:
         module: the graph; it is copied.
-        inputs: fake tensors and symbolic sizes.
+        inputs: fake tensors and symbolic sizes that would be held for a call to be repeated.
 
     Returns:
         A line of JSON that is read at each start, and one that is read after a failure.
@@ -46,7 +46,7 @@ def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
     }
     if reason is None:
         try:
-            body = _body(copy_module(module))
+            body = dump_graph(copy_module(module))
         except Exception as error:  # noqa: BLE001 - the reason why no other way is tried, should a call raise
             reason = Reason(
                 code="not_repeatable",
@@ -59,7 +59,15 @@ def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
     return f"{json.dumps(head, sort_keys=True)}\n{body}".encode()
 
 
-def _body(module: GraphModule) -> str:
+def dump_graph(module: GraphModule) -> str:
+    """A post-autograd graph as text, to be run operator by operator.
+
+    Args:
+        module: the graph; it is changed.
+
+    Raises:
+        Exception: something that the graph holds can't travel as text.
+    """
     layouts, operators = prepare(module)
     boxed(module)
     return json.dumps(
@@ -81,30 +89,66 @@ def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: boo
         compiled: the restored graph, ready to be called.
         recorded: whether it is to be recorded as a CUDA graph.
     """
+    written = inductor.overwritten_inputs(compiled)
+    return guard_call(kept, context, compiled.current_callable, overwritten=written, recorded=recorded)
+
+
+def guard_call(
+    kept: bytes,
+    context: LoweringContext,
+    call: Boxed,
+    *,
+    overwritten: frozenset[str],
+    recorded: bool = False,
+    piece: int | None = None,
+    lowering: str = "inductor",
+    around: Callable[[Boxed], Boxed] = lambda call: call,
+) -> Guard:
+    """The same for what is called, which may be a piece of a part that was cut.
+
+    Args:
+        kept: what `dumps` made.
+        context: where the part belongs now.
+        call: what was restored.
+        overwritten: names of what it may write to once it is through with it.
+        recorded: whether it is to be recorded as a CUDA graph.
+        piece: its index, if the part was cut.
+        lowering: its lowering.
+        around: makes what eager calls of the graph's own function.
+    """
     line, _, body = kept.partition(b"\n")
     head: dict[str, Any] = json.loads(line)
     names = tuple(head["inputs"])
     reason = Reason.from_dict(head["obstacle"]) if head["obstacle"] else None
     size = hint_of_text(head["bytes"], context.sizes)
+
+    def build() -> Executable:
+        result = load_graph(body)
+        return dataclasses.replace(result, call=around(result.call))
+
     return Guard(
-        call=compiled.current_callable,
+        call=call,
         inputs=names,
-        build=lambda: _executable(body),
-        overwritten=inductor.overwritten_inputs(compiled) & set(names),
+        build=build,
+        overwritten=overwritten & set(names),
         obstacle=recorded_as_cudagraph(context.part_id) if recorded else reason,
         context=context,
-        subgraph=f"{context.part_id}.0",
-        lowering="inductor",
-        keep_inputs=context.part != "backward" or 0 <= size <= HELD_BYTES,
+        subgraph=f"{context.part_id}.{piece or 0}",
+        lowering=lowering,
+        keep_inputs=(piece is None and context.part != "backward") or 0 <= size <= HELD_BYTES,
     )
 
 
-def _executable(body: bytes) -> Executable:
+def load_graph(body: str | bytes) -> Executable:
+    """The eager executable of what `dump_graph` made."""
     data: dict[str, Any] = json.loads(body)
-    layouts = [None if item is None else _layout(item) for item in data["layouts"]]
+    layouts = list(map(load_layout, data["layouts"]))
     return eager_executable(from_source(data["graph"]), layouts, data["operators"])
 
 
-def _layout(data: dict[str, Any]) -> Layout:
+def load_layout(data: dict[str, Any] | None) -> Layout | None:
+    """A layout from its fields."""
+    if data is None:
+        return None
     strides = data["strides"]
     return Layout(strides=None if strides is None else tuple(strides), order=tuple(data["order"]))

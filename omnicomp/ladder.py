@@ -3,6 +3,7 @@
 The usual case comes first and costs nothing extra: a graph that goes wholly to Inductor is handed over as it is.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,24 +13,28 @@ from torch.fx import GraphModule, Node
 
 from omnicomp import fallbacks
 from omnicomp._torch import inductor
+from omnicomp._torch.budget import not_kept
 from omnicomp._torch.dynamo import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.lookups import Lookup
+from omnicomp.budget import PartBudget
 from omnicomp.costs import size_of
-from omnicomp.errors import LoweringError
+from omnicomp.cut_parts import keep
+from omnicomp.errors import BudgetSpentError, LoweringError
 from omnicomp.graphs import fake_value
 from omnicomp.last_resort import run_eagerly
-from omnicomp.localize import Prober, find_failing, first_line
+from omnicomp.localize import Prober, Verdict, find_failing, first_line, refused_by_device
 from omnicomp.lowerings import LOWERINGS, Executable, Lowering, LoweringContext, in_order
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import put_references
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
+from omnicomp.memory import sampled
 from omnicomp.once import Once
-from omnicomp.partition import Piece, extract, gather_getitems, stitch
+from omnicomp.partition import Piece, extract, gather_getitems, stitching
 from omnicomp.placement import Plan, Run, place
 from omnicomp.precision import with_tf32
-from omnicomp.records import PartRecord
+from omnicomp.records import PartRecord, emit_cudagraphs_off
 from omnicomp.retreat import Guard, drawing_devices, obstacle, recorded_as_cudagraph
 from omnicomp.setbacks import Setbacks
 from omnicomp.suspects import Suspects
@@ -54,9 +59,10 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
     Raises:
         LoweringError: a node is left that no lowering can build.
     """
-    # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
-    plain = copy_module(module)
+    plain = module
     try:
+        # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
+        plain = copy_module(module)
         return _Builder(module, inputs, context).build(plain)
     except CONTROL_FLOW:
         raise
@@ -75,9 +81,11 @@ class _Builder:
         self._context = context
         self._lowerings = in_order(context.policy.lowerings, context.device.lowerings)
         self._cut: dict[str, Reason] = {}
+        self._refused: dict[str, Reason] = {}
         self._boundaries: frozenset[str] = frozenset()
         self._prober = Prober(self._try, context.policy.max_builds)
         self._setbacks = Setbacks(module, context)
+        self._budget = PartBudget(context.policy.build_seconds)
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
 
     def build(self, plain: GraphModule) -> Any:
@@ -87,14 +95,16 @@ class _Builder:
         if known is not None:
             self._cut.update(known.cut)
             self._boundaries |= known.boundaries
+            self._budget.know(slow=bool(known.slow), untuned=known.untuned is not None)
         plan = self._place()
         if known is not None:
-            self._record_narrowed(plan, known.cut, "as is known from an earlier process", known.scripts)
+            why = "as is known from an earlier process"
+            self._record_narrowed(plan, known.cut, why, known.scripts, known.untuned)
         record = PartRecord(self._module, plan, refused, self._context, names)
         if not plan.runs:
             record.emit_empty()
             return boxed(self._module)
-        if plan.whole:
+        while plan.whole:
             try:
                 return self._build_whole(record, plain)
             except CONTROL_FLOW:
@@ -104,6 +114,7 @@ class _Builder:
                 refused = self._override(names)
                 gather_getitems(self._module)
                 plan = self._narrow(self._place().runs[0], error)
+                record = PartRecord(self._module, plan, refused, self._context, names)
         return self._build_pieces(plan, refused)
 
     def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
@@ -113,15 +124,18 @@ class _Builder:
         return ()
 
     def _place(self) -> Plan:
-        return place(self._module, self._lowerings, self._context, self._cut, self._boundaries)
+        return place(self._module, self._lowerings, self._context, self._cut, self._boundaries, self._refused)
 
     def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
         start = time.perf_counter()
         lookups: list[Lookup] = []
         fallback = fallbacks.dumps(plain, self._inputs)
-        compiled = inductor.compile_part(
-            self._module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
-        )
+        with self._budget.building(list(self._module.graph.nodes)):
+            compiled = inductor.compile_part(
+                self._module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
+            )
+        if self._budget.changed:
+            not_kept(compiled)
         record.emit(time.perf_counter() - start, inductor.artefact_path(compiled))
         record.emit_cache(lookups)
         if not isinstance(compiled, inductor.CompiledFxGraph):
@@ -138,6 +152,7 @@ class _Builder:
         if verifier is not None:
             inductor.exchange_callable(compiled, verifier.around)
         inductor.exchange_callable(compiled, lambda call: with_tf32(call, self._context))
+        inductor.exchange_callable(compiled, lambda call: sampled(call, self._context, record.subgraph_id(0)))
 
         path, repeatable = inductor.generated_python(compiled), obstacle(plain) is None
         witness = Witness(self._context, "inductor", record.calls(0), path=path, repeatable=repeatable)
@@ -197,17 +212,55 @@ class _Builder:
         """Learn from a failed Inductor run which nodes to cut out, and place again."""
         if self._context.policy.on_error == "raise":
             raise error
-        everything = [node for node in self._module.graph.nodes if node.op == "call_function"]
-        verdict = find_failing(run.nodes, error, self._prober, everything)
-        verdict = self._setbacks.learn(self._module, verdict)
+        if run.lowering == "device":
+            return self._refuse(run, error)
+        verdict = self._setbacks.learn(self._module, self._verdict(run, error))
         self._cut.update(verdict.cut)
         self._boundaries |= verdict.boundaries
         plan = self._place()
-        self._record_narrowed(plan, verdict.cut, first_line(verdict.error), [verdict.script])
+        self._record_narrowed(plan, verdict.cut, first_line(verdict.error), [verdict.script], verdict.untuned)
         return plan
 
-    def _record_narrowed(self, plan: Plan, cut: Mapping[str, Reason], why: str, scripts: Iterable[str]) -> None:
-        """Record that a part is cut anew: for nodes that leave Inductor, or only between nodes."""
+    def _verdict(self, run: Run, error: Exception) -> Verdict:
+        """What to change for a run to build."""
+        verdict = self._budget.verdict(run.nodes, error, self._movable)
+        if verdict is not None:
+            return verdict
+        everything = [node for node in self._module.graph.nodes if node.op == "call_function"]
+        try:
+            return find_failing(run.nodes, error, self._prober, everything)
+        except BudgetSpentError as spent:
+            return self._verdict(run, spent)
+
+    def _refuse(self, run: Run, error: Exception) -> Plan:
+        """Take from the device's own compiler what it fails on: all of the run where it compiles nothing at all."""
+        prober = Prober(lambda nodes: self._try(nodes, "device"), self._context.policy.max_builds)
+        nothing = isinstance(error, NotImplementedError)
+        verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
+        self._refused.update(refused_by_device(run.nodes, verdict, error, self._context.device.type))
+        self._boundaries |= frozenset() if verdict is None else verdict.boundaries
+        plan = self._place()
+        moved = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in self._refused}
+        self._context.timeline.append(
+            Retreat(
+                graph=self._context.graph_id,
+                part=self._context.part,
+                subgraph=self._context.part_id,
+                source_lowering="device",
+                target_lowering=", ".join(sorted(set(moved.values()))) or "device",
+                reason=next(reversed(self._refused.values())),
+            )
+        )
+        return plan
+
+    def _movable(self, node: Node) -> bool:
+        others = (each for each in self._lowerings if each.name != "inductor")
+        return any(each.supports(node, self._context) is None for each in others)
+
+    def _record_narrowed(
+        self, plan: Plan, cut: Mapping[str, Reason], why: str, scripts: Iterable[str], untuned: Reason | None = None
+    ) -> None:
+        """Record that a part is cut anew, for nodes that leave Inductor or only between nodes, or built untuned."""
         now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in cut}
         names = ", ".join(name for name in scripts if name)
         self._context.timeline.append(
@@ -218,6 +271,7 @@ class _Builder:
                 source_lowering="inductor",
                 target_lowering=", ".join(sorted(set(now.values()))) or "inductor",
                 reason=next(iter(cut.values()), None)
+                or untuned
                 or Reason(
                     code="build_failed",
                     by="inductor",
@@ -227,10 +281,10 @@ class _Builder:
             )
         )
 
-    def _try(self, nodes: Sequence[Node]) -> Exception | None:
+    def _try(self, nodes: Sequence[Node], lowering: str = "inductor") -> Exception | None:
         try:
-            self._build_piece(self._lowering("inductor"), extract(self._module, nodes), nodes)
-        except CONTROL_FLOW:
+            self._build_piece(self._lowering(lowering), extract(self._module, nodes), nodes)
+        except (*CONTROL_FLOW, BudgetSpentError):
             raise
         except Exception as error:  # noqa: BLE001 - the answer to "does it build?"
             return error
@@ -248,7 +302,7 @@ class _Builder:
         names = [lowering.name for lowering in self._lowerings]
         record = PartRecord(self._module, plan, refused, self._context, names, pieces=pieces)
         if inductor.disable_cudagraphs(self._context.inductor_kwargs):
-            record.emit_cudagraphs_off()
+            emit_cudagraphs_off(self._context)
         results = [self._built[_key(run.nodes)] for run in plan.runs]
         record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
         for index, (result, _) in enumerate(results):
@@ -259,7 +313,7 @@ class _Builder:
         for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
             guard: Guard | None = None
             verifier: Verifier | None = None
-            if result.lowering in ("inductor", "override"):
+            if result.lowering != "eager":
                 piece = extract(self._module, run.nodes)  # the first was Inductor's to change
                 subgraph = record.subgraph_id(index)
                 if self._context.policy.on_error != "raise":
@@ -272,16 +326,22 @@ class _Builder:
                     verifier = self._verifier(piece.module, piece.fake_inputs, subgraph, result.overwritten)
                 if verifier is not None:
                     result = dataclasses.replace(result, call=verifier.around(result.call))
-            result = dataclasses.replace(result, call=with_tf32(result.call, self._context))
+            call = with_tf32(result.call, self._context)
+            result = dataclasses.replace(result, call=sampled(call, self._context, record.subgraph_id(index)))
             witness = Witness(
                 self._context, result.lowering, record.calls(index), path=result.generated, repeatable=repeatable
             )
             firsts.append(_attested(record, index, result, witness, guard, verifier))
             laters.append(witness.later(result.call))
-        return stitch(self._module, pieces, firsts, laters)
+        code = stitching(self._module, pieces)
+        call = code.bind(firsts, laters)
+        built = [(extract(self._module, run.nodes), *result) for run, result in zip(plan.runs, results, strict=True)]
+        failed = bool(self._cut or self._boundaries or self._budget.changed)
+        keep(call, code, built, record, self._inputs, self._context, failed=failed)
+        return call
 
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
-        """Build what is not built yet; returns the first Inductor run that failed."""
+        """Build what is not built yet; returns the first run that a compiler failed on."""
         for run, piece in zip(plan.runs, pieces, strict=True):
             if _key(run.nodes) in self._built:
                 continue
@@ -290,7 +350,7 @@ class _Builder:
             except CONTROL_FLOW:
                 raise
             except Exception as error:
-                if run.lowering == "inductor":
+                if run.lowering in ("inductor", "device"):
                     return run, error
                 raise LoweringError(
                     f"{run.lowering} can't build {len(run.nodes)} nodes of {self._context.part_id} "
@@ -300,7 +360,8 @@ class _Builder:
 
     def _build_piece(self, lowering: Lowering, piece: Piece, nodes: Sequence[Node]) -> None:
         start = time.perf_counter()
-        result = lowering.lower(piece.module, piece.fake_inputs, self._context)
+        with self._budget.building(nodes) if lowering.name == "inductor" else contextlib.nullcontext():
+            result = lowering.lower(piece.module, piece.fake_inputs, self._context)
         self._built[_key(nodes)] = (result, time.perf_counter() - start)
 
     def _lowering(self, name: str) -> Lowering:

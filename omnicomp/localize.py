@@ -20,7 +20,7 @@ from omnicomp.fingerprint import fingerprint
 from omnicomp.graphs import op_name, source_line
 from omnicomp.timeline import Reason
 
-__all__ = ["Prober", "Verdict", "find_failing", "first_line"]
+__all__ = ["Prober", "Verdict", "find_failing", "first_line", "refused_by_device"]
 
 Build = Callable[[Sequence[Node]], Exception | None]
 """Tries to build a run of nodes; returns the exception, or None if it worked."""
@@ -109,6 +109,8 @@ class Verdict:
         smallest: the shortest run of nodes that was seen to fail; empty if the machine is to blame.
         error: what that failed with.
         exact: whether no smaller change would do; not if the builds were spent before it was found.
+        untuned: why all of it is built again without autotuning; None if it is not.
+        seconds: the time that was allowed for building, if that it was used up is why; None otherwise.
         script: path of a script that shows it, once one is written.
     """
 
@@ -117,6 +119,8 @@ class Verdict:
     smallest: tuple[Node, ...] = ()
     error: Exception
     exact: bool = True
+    untuned: Reason | None = None
+    seconds: float | None = None
     script: str = ""
 
     @property
@@ -228,6 +232,33 @@ def _reason(node: Node, error: Exception, note: str = "", lever: str = "") -> Re
         source=source_line(node),
         lever=lever or "register an override for the operator, or report the error to PyTorch",
     )
+
+
+def refused_by_device(
+    nodes: Sequence[Node], verdict: Verdict | None, error: Exception, device_type: str
+) -> dict[str, Reason]:
+    """Which nodes leave a device's own compiler, by name, with the reason.
+
+    Args:
+        nodes: the run that it failed on.
+        verdict: the smallest change that was found; None if it compiles nothing at all, so that all nodes leave.
+        error: what the run failed with.
+        device_type: of the device.
+    """
+    leaving = [node for node in nodes if verdict is None or node.name in verdict.cut]
+    shown = error if verdict is None else verdict.error
+    return {
+        node.name: Reason(
+            code="cut_out",
+            by="device",
+            sentence=f"the compiler of {device_type} can't build it: {first_line(shown)}",
+            observed=type(shown).__name__,
+            node=f"{node.name} ({op_name(node)})",
+            source=source_line(node),
+            lever="register an override for the operator, or teach it to Device.compile_subgraph",
+        )
+        for node in leaving
+    }
 
 
 def first_line(error: BaseException) -> str:

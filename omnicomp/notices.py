@@ -4,6 +4,7 @@ import logging
 import threading
 from typing import Final
 
+from omnicomp.once import harmless
 from omnicomp.options import Policy
 from omnicomp.timeline import Event, Placement, Retreat, current
 
@@ -21,8 +22,12 @@ def notify(graph: str, policy: Policy) -> None:
 
     What the user chose (a policy without Inductor, say) is no fallback.
     """
-    if not policy.summary:
-        return
+    if policy.summary:
+        with harmless("what fell back"):
+            _notify(graph)
+
+
+def _notify(graph: str) -> None:
     for event in current().events(graph):
         line = _line(event)
         part = getattr(event, "part", "")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnicomp._torch import inductor
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.dtypes import PRESETS, DtypePolicy, parse_dtype_policy
 from omnicomp.errors import DeviceError, OptionError, OverrideError
 from omnicomp.rules import Rule, parse_environment, parse_rules
@@ -45,6 +45,7 @@ class Policy:
         on_error: `retreat` to the next lowering when one fails to build or raises in a call; `retry` a failed call once
             before that; or `raise`.
         max_builds: how many builds may be spent on finding the nodes that make a lowering fail.
+        build_seconds: how long Inductor may take to build a part of a graph; None for no bound.
         speculate: whether a variant may be compiled for inputs that can't be proved, only checked at each call, such as
             a padding mask that is full.
         device: `auto`, or the device type to choose passes and lowerings for.
@@ -57,6 +58,7 @@ class Policy:
         reference: the precision of that, `fp32` or `fp64`.
         verdicts: whether what earlier processes found Inductor to fail on is put to `use`, is to be found out again
             (`forget`), or is neither read nor kept (`off`).
+        memory: whether the device's memory is sampled around each call of a subgraph.
         legalise: what is done about dtypes that the device lacks: the nearest is computed in, and `warn` says so;
             `error` if a range could be lost; or nothing, with `off`.
         mode: torch.compile's mode.
@@ -73,6 +75,7 @@ class Policy:
     overrides: tuple[str, ...] | None = None
     on_error: str = "retreat"
     max_builds: int = 24
+    build_seconds: float | None = None
     speculate: bool = True
     device: str = "auto"
     timeline: str | None = None
@@ -81,6 +84,7 @@ class Policy:
     verify: str = "overrides"
     reference: str = "fp64"
     verdicts: str = "use"
+    memory: bool = False
     legalise: str = "warn"
     mode: str = "default"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -88,7 +92,7 @@ class Policy:
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
         ignored = {"timeline", "summary", "check_passes", "verify", "reference", "inductor", "mode", "max_builds"}
-        ignored |= {"on_error", "speculate", "verdicts", "dtype_sample"}
+        ignored |= {"on_error", "speculate", "verdicts", "dtype_sample", "build_seconds", "memory"}
         fields = (f.name for f in dataclasses.fields(self))
         parts = {name: getattr(self, name) for name in fields if name not in ignored}
         return {**parts, "dtype_policy": str(self.dtype_policy)}
@@ -221,12 +225,15 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
-def _bound(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise OptionError(f"{name} takes a positive number such as 1e-2, not {value!r}")
-    return float(value)
+def _bound(example: str) -> Any:
+    def check(name: str, value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise OptionError(f"{name} takes a positive number such as {example}, not {value!r}")
+        return float(value)
+
+    return check
 
 
 def _function(name: str, value: Any) -> Any:
@@ -245,14 +252,14 @@ def _device(name: str, value: Any) -> str:
     if value == "auto":
         return "auto"
     try:
-        return get_device(str(value)).type
+        return resolve_device(str(value)).type
     except DeviceError as error:
         raise OptionError(str(error)) from None
 
 
 _CHECKS: Final[dict[str, Any]] = {
     "dtype_policy": lambda _, value: parse_dtype_policy(value),
-    "dtype_error": _bound,
+    "dtype_error": _bound("1e-2"),
     "dtype_sample": _function,
     "lowerings": _lowerings,
     "disable_passes": _names(None),
@@ -260,6 +267,7 @@ _CHECKS: Final[dict[str, Any]] = {
     "overrides": _overrides,
     "on_error": _choice(ON_ERROR),
     "max_builds": _positive,
+    "build_seconds": _bound("60"),
     "speculate": _boolean,
     "device": _device,
     "timeline": _path,
@@ -269,4 +277,5 @@ _CHECKS: Final[dict[str, Any]] = {
     "reference": _choice(REFERENCES),
     "verdicts": _choice(VERDICTS),
     "legalise": _choice(LEGALISE),
+    "memory": _boolean,
 }

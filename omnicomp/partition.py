@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.symbols import free_symbols
 from omnicomp.graphs import fake_value
 
-__all__ = ["Piece", "extract", "gather_getitems", "stitch"]
+__all__ = ["Piece", "Stitching", "extract", "gather_getitems", "stitch", "stitching"]
 
 
 Call = Callable[[list[Any]], Sequence[Any]]
@@ -112,9 +112,39 @@ def _attribute(module: GraphModule, target: str) -> Any:
     return value
 
 
-def stitch(
-    module: GraphModule, pieces: Sequence[Piece], calls: Sequence[Call], later: Sequence[Call] | None = None
-) -> Call:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stitching:
+    """The straight-line code that calls the pieces of a part in order, before it is known what to call.
+
+    Attributes:
+        source: text of a function `call` of the list of the part's inputs.
+        constants: what it refers to beside the pieces, by name.
+    """
+
+    source: str
+    constants: dict[str, Any]
+
+    def bind(self, calls: Sequence[Call], later: Sequence[Call] | None = None) -> Call:
+        """The function, with what to call for each piece.
+
+        Args:
+            calls: what to call for each piece, with the list of its inputs.
+            later: what to call instead once a call of that has returned.
+
+        Returns:
+            A function of the list of the part's inputs, which it clears; it returns the part's outputs.
+        """
+        namespace = dict(self.constants)
+        for index, call in enumerate(calls):
+            name = f"subgraph_{index}"
+            namespace[name] = call if later is None else _until_first(namespace, name, call, later[index])
+        exec(compile(self.source, "<omnicomp: a part that was cut>", "exec"), namespace)
+        stitched: Any = namespace["call"]
+        stitched._boxed_call = True
+        return stitched
+
+
+def stitching(module: GraphModule, pieces: Sequence[Piece]) -> Stitching:
     """Generate the code that calls the pieces in order.
 
     A value is in a variable until its last use, and in the list that a piece gets then, so that the piece frees it when
@@ -123,11 +153,6 @@ def stitch(
     Args:
         module: the part that the pieces were cut from.
         pieces: in program order.
-        calls: what to call for each piece, with the list of its inputs.
-        later: what to call instead once a call of that has returned.
-
-    Returns:
-        A function of the list of the part's inputs, which it clears; it returns the part's outputs.
     """
     output = next(iter(reversed(module.graph.nodes)))
     last: dict[Node, int] = {node: index for index, piece in enumerate(pieces) for node in piece.inputs}
@@ -136,25 +161,24 @@ def stitch(
     placeholders = module.graph.find_nodes(op="placeholder")
     lines = [*_unpacked([names[node] for node in placeholders], "inputs"), "inputs.clear()"]
     lines += _deleted([names[node] for node in placeholders if node not in last])
-    namespace: dict[str, Any] = {}
-    for index, (piece, call) in enumerate(zip(pieces, calls, strict=True)):
-        name = f"subgraph_{index}"
-        namespace[name] = call if later is None else _until_first(namespace, name, call, later[index])
+    for index, piece in enumerate(pieces):
         lines.append(f"inputs = [{', '.join(names[node] for node in piece.inputs)}]")
         lines += _deleted([names[node] for node in piece.inputs if last[node] == index])
-        results = [names[node] for node in piece.outputs]
-        lines += _unpacked(results, f"{name}(inputs)")
+        lines += _unpacked([names[node] for node in piece.outputs], f"subgraph_{index}(inputs)")
         lines += _deleted([names[node] for node in piece.outputs if node not in last])
-    for node in output.all_input_nodes:
-        if node.op == "get_attr":
-            namespace[names[node]] = _attribute(module, str(node.target))
+    constants = {
+        names[node]: _attribute(module, str(node.target)) for node in output.all_input_nodes if node.op == "get_attr"
+    }
     lines.append(f"return {_returned(output.args[0], names)}")
     body = "\n    ".join(lines)
-    source = f"def call(inputs):\n    {body}\n"
-    exec(compile(source, "<omnicomp: a part that was cut>", "exec"), namespace)
-    stitched: Any = namespace["call"]
-    stitched._boxed_call = True
-    return stitched
+    return Stitching(source=f"def call(inputs):\n    {body}\n", constants=constants)
+
+
+def stitch(
+    module: GraphModule, pieces: Sequence[Piece], calls: Sequence[Call], later: Sequence[Call] | None = None
+) -> Call:
+    """The code that calls the pieces of a part in order (`stitching`), bound to what to call (`Stitching.bind`)."""
+    return stitching(module, pieces).bind(calls, later)
 
 
 def _until_first(namespace: dict[str, Any], name: str, first: Call, later: Call) -> Call:

@@ -9,6 +9,7 @@ import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch.fx import GraphModule, Node
 
@@ -57,6 +58,7 @@ def place(
     context: LoweringContext,
     cut: Mapping[str, Reason],
     boundaries: frozenset[str] = frozenset(),
+    refused: Mapping[str, Reason] = MappingProxyType({}),
 ) -> Plan:
     """Ask the lowerings, in order, for every operator of the graph.
 
@@ -65,7 +67,8 @@ def place(
         lowerings: in the order of the policy, the last of which takes (nearly) everything.
         context: where the graph comes from.
         cut: nodes that failed to build on Inductor, by name, with the reason.
-        boundaries: names of nodes before which an Inductor run is cut, because only the parts can be built.
+        boundaries: names of nodes before which a run is cut, because only the parts can be built.
+        refused: nodes that failed to build on the device's own compiler, by name, with the reason.
 
     Raises:
         LoweringError: no lowering takes a node; the message has the reason of each.
@@ -77,7 +80,7 @@ def place(
         # They are numbered as they would be without these rules.
         others = tuple(rule for rule in rules if rule not in subgraphs.values())
         usual = dataclasses.replace(context, policy=dataclasses.replace(context.policy, rules=others))
-        runs = place(module, lowerings, usual, cut, boundaries).runs
+        runs = place(module, lowerings, usual, cut, boundaries, refused).runs
         forced = {node: subgraphs[index] for index, run in enumerate(runs) if index in subgraphs for node in run.nodes}
     placed: dict[Node, str] = {}
     declined: list[NodePlacement] = []
@@ -89,7 +92,7 @@ def place(
             placed[node] = placed[producer]
             continue
         rule = forced.get(node) or (last_match(rules, node, graph, part) if rules else None)
-        placed[node], chain = _choose(node, lowerings, context, cut, rule)
+        placed[node], chain = _choose(node, lowerings, context, {"inductor": cut, "device": refused}, rule)
         if chain:
             declined.append(
                 NodePlacement(
@@ -109,7 +112,7 @@ def _choose(
     node: Node,
     lowerings: Sequence[Lowering],
     context: LoweringContext,
-    cut: Mapping[str, Reason],
+    failed: Mapping[str, Mapping[str, Reason]],
     rule: Rule | None = None,
 ) -> tuple[str, tuple[Reason, ...]]:
     """The first lowering that takes the node, and the reasons of those asked before it."""
@@ -121,16 +124,13 @@ def _choose(
         lowerings = ruled
     names = [lowering.name for lowering in lowerings]
     for lowering in lowerings:
-        if lowering.name == "inductor" and node.name in cut:
-            chain.append(cut[node.name])
-            continue
-        reason = lowering.supports(node, context)
+        reason = failed.get(lowering.name, {}).get(node.name) or lowering.supports(node, context)
         if reason is not None:
             # "Nobody registered an override" is true of nearly every node; it is said once a part, not once a node.
             if reason.code != "no_override":
                 chain.append(reason)
             continue
-        if lowering.name == "override" and "inductor" in names and node.name not in cut:
+        if lowering.name == "override" and "inductor" in names and node.name not in failed["inductor"]:
             return "inductor", tuple(chain)  # opaque to Inductor, inside its graph
         return lowering.name, tuple(chain)
     reasons = "; ".join(str(reason) for reason in chain) or "no lowering is left"
@@ -150,7 +150,7 @@ def _ruled_out(rule: Rule, lowering: Lowering, node: Node) -> Reason:
 def _runs(placed: Mapping[Node, str], boundaries: frozenset[str]) -> tuple[Run, ...]:
     runs: list[tuple[str, list[Node]]] = []
     for node, lowering in placed.items():
-        starts = node.name in boundaries and lowering == "inductor"
+        starts = node.name in boundaries and lowering in ("inductor", "device")
         if not runs or runs[-1][0] != lowering or starts:
             runs.append((lowering, []))
         runs[-1][1].append(node)

@@ -9,7 +9,7 @@ an override took or refused; those of a whole part are read afresh from the Dyna
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch.fx import GraphModule, Node
@@ -25,6 +25,7 @@ from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import PlannedCall, override_of, planned, planned_call
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.tag import matched_at
+from omnicomp.memory import sampled
 from omnicomp.partition import Piece
 from omnicomp.placement import Plan
 from omnicomp.precision import with_tf32
@@ -39,10 +40,10 @@ from omnicomp.timeline import (
     Reason,
     Subgraph,
 )
-from omnicomp.timeline.events import event_from_dict
+from omnicomp.timeline.reading import event_from_dict
 from omnicomp.witness import Witness
 
-__all__ = ["PartRecord", "distinct", "replay"]
+__all__ = ["PartRecord", "distinct", "emit_cudagraphs_off", "emit_ran", "read_record", "replay"]
 
 _SHOWN: Final = 8
 _UNRECORDED: Final = ("graph", "time", "seq", "schema")
@@ -78,6 +79,7 @@ class PartRecord:
             pieces: the subgraphs, if the part was cut.
         """
         self._context = context
+        self._whole = not pieces
         self._names = tuple(names)
         self._plan = plan
         self._placement = Placement(
@@ -101,7 +103,7 @@ class PartRecord:
     def dumps(self) -> str:
         """The record as it is kept in the artefact."""
         events: list[Event] = [self._placement, *self._subgraphs, *self._attempts([("", 0.0)] * len(self._plan.runs))]
-        text = json.dumps([_without_identity(event) for event in events], sort_keys=True)
+        text = json.dumps([_without_identity(event, self._whole) for event in events], sort_keys=True)
         return text.replace(f'"{self._context.part_id}', '"@')
 
     def emit(self, seconds: float, artefact: str) -> None:
@@ -131,23 +133,6 @@ class PartRecord:
         id = self.subgraph_id(index)
         chosen = [s for s in self._subgraphs if s.subgraph == id or s.subgraph.startswith(f"{id}/")]
         emit_ran(self._context, chosen, result, witness)
-
-    def emit_cudagraphs_off(self) -> None:
-        """Record that CUDA graphs were asked for, but the part has more than one executable."""
-        self._append(
-            Option(
-                graph=self._context.graph_id,
-                key="triton.cudagraphs",
-                requested="True",
-                effective="False",
-                reason=Reason(
-                    code="option_ineffective",
-                    by="execution",
-                    sentence=f"{self._context.part_id} has more than one executable, and CUDA graphs need a whole one",
-                    lever="remove what makes it fall back; the declined nodes of the placement are the list",
-                ),
-            )
-        )
 
     def _describe(
         self, index: int, lowering: str, nodes: Sequence[Node], boundary: tuple[list[Any], list[Any]], *, whole: bool
@@ -272,10 +257,28 @@ def _boundary(module: GraphModule, piece: Piece | None) -> tuple[list[Any], list
     return inputs, [fake_value(node) for node in output.all_input_nodes]
 
 
-def _without_identity(event: Event) -> dict[str, Any]:
+def emit_cudagraphs_off(context: LoweringContext) -> None:
+    """Record that CUDA graphs were asked for, but the part has more than one executable."""
+    context.timeline.append(
+        Option(
+            graph=context.graph_id,
+            key="triton.cudagraphs",
+            requested="True",
+            effective="False",
+            reason=Reason(
+                code="option_ineffective",
+                by="execution",
+                sentence=f"{context.part_id} has more than one executable, and CUDA graphs need a whole one",
+                lever="remove what makes it fall back; the declined nodes of the placement are the list",
+            ),
+        )
+    )
+
+
+def _without_identity(event: Event, whole: bool) -> dict[str, Any]:
     dropped = _UNRECORDED
     if isinstance(event, Subgraph):
-        dropped += _HINTS if "/" in event.subgraph else (*_HINTS, *_PLACES)
+        dropped += (*_HINTS, *_PLACES) if whole and "/" not in event.subgraph else _HINTS
     return {key: value for key, value in event.to_dict().items() if key not in dropped}
 
 
@@ -325,34 +328,16 @@ def replay(kept: inductor.Kept, context: LoweringContext, compiled: Any) -> None
         context: where the part belongs now.
         compiled: the restored graph.
     """
-    timeline, result = context.timeline, executable(compiled)
-    timeline.append(
-        Cache(
-            graph=context.graph_id,
-            part=context.part,
-            cache="aot_autograd",
-            verdict="hit",
-            key=inductor.artefact_key(compiled),
-            note="" if kept.record else "the artefact has no record of the decisions that made it",
-        )
+    result = executable(compiled)
+    subgraphs, overrides = read_record(
+        kept.record, context, inductor.artefact_key(compiled), {f"{context.part_id}.0": result.artefact}
     )
-    subgraphs: list[Subgraph] = []
-    overrides: list[PlannedCall] = []
-    for data in json.loads((kept.record or "[]").replace('"@', f'"{context.part_id}')):
-        event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
-        if isinstance(event, Subgraph):
-            event = _read_afresh(event, context)
-            subgraphs.append(event)
-            overrides += _calls_again(event)
-        elif isinstance(event, Attempt) and event.selected and event.lowering == "inductor":
-            event = dataclasses.replace(event, artefact=result.artefact)
-        if event is not None:
-            timeline.append(event)
     guard = None
     if kept.fallback and context.policy.on_error != "raise":
         guard = fallbacks.guard(kept.fallback, context, compiled, recorded=kept.recorded)
         inductor.exchange_callable(compiled, lambda _: guard.boxed())
     inductor.exchange_callable(compiled, lambda call: with_tf32(call, context))
+    inductor.exchange_callable(compiled, lambda call: sampled(call, context, f"{context.part_id}.0"))
 
     def ran() -> None:
         if guard is None or not guard.stepped_down:
@@ -364,9 +349,58 @@ def replay(kept: inductor.Kept, context: LoweringContext, compiled: Any) -> None
     inductor.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
 
 
+def read_record(
+    record: str | None, context: LoweringContext, key: str, artefacts: Mapping[str, str], *, whole: bool = True
+) -> tuple[list[Subgraph], list[PlannedCall]]:
+    """Put the record of a restored part into the timeline.
+
+    Args:
+        record: what `PartRecord.dumps` made; None if the artefact has none.
+        context: where the part belongs now.
+        key: of the artefact.
+        artefacts: by subgraph, the generated code that is called now.
+        whole: whether the part was not cut.
+
+    Returns:
+        Its subgraphs, and the calls of overrides in them.
+    """
+    timeline = context.timeline
+    timeline.append(
+        Cache(
+            graph=context.graph_id,
+            part=context.part,
+            cache="aot_autograd",
+            verdict="hit",
+            key=key,
+            note="" if record else "the artefact has no record of the decisions that made it",
+        )
+    )
+    subgraphs: list[Subgraph] = []
+    overrides: list[PlannedCall] = []
+    for data in json.loads((record or "[]").replace('"@', f'"{context.part_id}')):
+        event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
+        if isinstance(event, Subgraph):
+            event = _read_afresh(event, context, whole)
+            subgraphs.append(event)
+            overrides += _calls_again(event)
+        elif isinstance(event, Attempt) and event.selected and event.lowering == "inductor":
+            event = dataclasses.replace(event, artefact=artefacts.get(event.subgraph, ""))
+        if event is not None:
+            timeline.append(event)
+    return subgraphs, overrides
+
+
 def _calls_again(event: Subgraph) -> list[PlannedCall]:
-    """The call of an override that a row of a restored part stands for."""
+    """The calls of overrides that a row of a restored part stands for."""
     parent, _, name = event.subgraph.rpartition("/")
+    if not parent and event.lowering == "override":
+        calls: list[PlannedCall] = []
+        for op, count in event.ops.items():
+            found = next(((i, o) for i in registered() for o in i.operators if str(o) == op), None)
+            if found is not None:
+                block = next(filter(None, (matched_at(found[0], path) for path in event.modules)), None)
+                calls += [planned(*found, block, event.subgraph)] * count
+        return calls
     item = next((i for i in registered() if parent and i.name == name.split(":")[0]), None)
     operator = next((o for o in item.operators if str(o) in event.ops), None) if item is not None else None
     if item is None or operator is None:
@@ -375,9 +409,9 @@ def _calls_again(event: Subgraph) -> list[PlannedCall]:
     return [planned(item, operator, block, event.subgraph)]
 
 
-def _read_afresh(event: Subgraph, context: LoweringContext) -> Subgraph:
+def _read_afresh(event: Subgraph, context: LoweringContext, whole: bool) -> Subgraph:
     """Fill in what the record leaves out: sizes, and the places of a whole part."""
-    if "/" not in event.subgraph:
+    if whole and "/" not in event.subgraph:
         event = dataclasses.replace(event, modules=context.modules, sources=context.sources)
     return dataclasses.replace(
         event,

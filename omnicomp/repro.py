@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch import scripts
 from omnicomp.graphs import op_name
-from omnicomp.verdicts import folder, write_whole
+from omnicomp.kept import folder, write_whole
 
 __all__ = ["FOLDER", "script_of", "write_script"]
 

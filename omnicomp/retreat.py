@@ -22,6 +22,7 @@ from omnicomp.generators import GeneratorStates, default_generators
 from omnicomp.graphs import fake_value, op_name, source_line
 from omnicomp.localize import first_line
 from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.once import harmless
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
 
 __all__ = ["Boxed", "Guard", "drawing_devices", "draws_random_numbers", "obstacle", "recorded_as_cudagraph"]
@@ -236,7 +237,11 @@ class Guard:
                 error = second
                 if _is_out_of_memory(error):
                     _free(error)
-        built = self._build()
+        try:
+            built = self._build()
+        except Exception as second:
+            _add_note(error, f"omnicomp: {self.subgraph} on {self.lowering} raised, and eager could not be built")
+            raise error from second
         if states is not None:
             states.restore()
         try:
@@ -247,7 +252,8 @@ class Guard:
         with self._lock:
             first, self.call, self.stepped_down = not self.stepped_down, built.call, True
         if first:
-            self._record(error, built)
+            with harmless("why a call raised"):
+                self._record(error, built)
         return outputs
 
     def _intact(self, error: Exception, inputs: Sequence[Any]) -> Sequence[Any] | None:

@@ -51,6 +51,8 @@ class Setbacks:
                 scripts=() if script is None else (str(script),),
                 builds=None if verdict.exact else self._context.policy.max_builds,
                 values=values,
+                untuned=verdict.untuned,
+                seconds=verdict.seconds,
             )
         return verdict
 

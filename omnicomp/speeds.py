@@ -21,6 +21,7 @@ import torch
 from omnicomp._torch.dtypes import undisturbed
 from omnicomp.devices.cpu import cpu_flags
 from omnicomp.dtypes import short
+from omnicomp.kept import folder, write_whole
 
 __all__ = ["SIZE", "Speed", "forget", "measured"]
 
@@ -110,8 +111,6 @@ def _key(dtype: torch.dtype) -> str:
 
 
 def _path(key: str) -> Path:
-    from omnicomp.verdicts import folder  # it needs the lowerings, which need the options
-
     return folder() / "speeds" / f"{key}.json"
 
 
@@ -125,6 +124,4 @@ def _read(key: str) -> Speed | None:
 
 
 def _write(key: str, speed: Speed) -> None:
-    from omnicomp.verdicts import write_whole
-
     write_whole(_path(key), json.dumps(dataclasses.asdict(speed)))

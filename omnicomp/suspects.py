@@ -18,6 +18,7 @@ from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.scripts import settings_now
 from omnicomp._torch.writes import write_targets
 from omnicomp.accuracy import PRECISIONS, copy_of, judge
+from omnicomp.budget import PartBudget
 from omnicomp.costs import cost_of
 from omnicomp.errors import WrongResultError
 from omnicomp.graphs import op_name, source_line
@@ -106,9 +107,13 @@ class Suspects:
         """
         with self._lock, compile_lock:
             try:
-                return afresh.apart(lambda: _Search(self, inputs).run(), self._settings)
+                return afresh.apart(lambda: self._searched(inputs), self._settings)
             except Exception as error:  # noqa: BLE001 - becomes the note of the finding
                 return Finding(cut={}, note=f"the guilty node could not be looked for: {first_line(error)}")
+
+    def _searched(self, inputs: Sequence[Any]) -> Finding:
+        with PartBudget(self._context.policy.build_seconds).building(list(self._module.graph.nodes)):
+            return _Search(self, inputs).run()
 
     @property
     def context(self) -> LoweringContext:

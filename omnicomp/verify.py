@@ -100,23 +100,28 @@ class Verifier:
             self.verdict, self._done = f"not verified: {op_name(node)} draws other numbers in eager", True
             return call(inputs)
         dtype, kept = PRECISIONS[self.context.policy.reference], list(inputs)
-        own = [copy_of(value) if index in self._changed else value for index, value in enumerate(inputs)]
-        wide = [copy_of(value, dtype) for value in inputs]
         try:
+            own = [copy_of(value) if index in self._changed else value for index, value in enumerate(inputs)]
+            wide = [copy_of(value, dtype) for value in inputs]
             eager = self._eager_lowering()
             expected = list(eager.call(list(own)))
             exact = list(boxed(in_precision(put_references(copy_module(self.module)), dtype))(list(wide)))
+            seen = None if self.suspects is None else self.suspects.keep(inputs, self._changed)
         except Exception as error:  # noqa: BLE001 - becomes the verdict
             self.verdict, self._done = f"not verified: the reference raised {first_line(error)}", True
             return call(inputs)
-        seen = None if self.suspects is None else self.suspects.keep(inputs, self._changed)
         outputs = list(call(inputs))
-        changed = sorted(self._changed)
-        found = [*outputs, *(kept[index] for index in changed)]
-        judged = judge(
-            found, [*expected, *(own[index] for index in changed)], [*exact, *(wide[index] for index in changed)]
-        )
         self._done = True
+        changed = sorted(self._changed)
+        found, mine, true = (
+            [*values, *(arguments[index] for index in changed)]
+            for values, arguments in ((outputs, kept), (expected, own), (exact, wide))
+        )
+        try:
+            judged = judge(found, mine, true)
+        except Exception as error:  # noqa: BLE001 - becomes the verdict
+            self.verdict = f"not verified: the results could not be compared: {first_line(error)}"
+            return outputs
         if judged.worst is None:
             self.verdict = f"verified: error {judged.error:.1e}, eager's {judged.own:.1e}"
             return outputs

@@ -136,6 +136,9 @@ class Witness:
         if self._claim == "override":
             called = sum(self.counts.values()) >= sum(map(len, self._calls.values()))
             return "override" if called else "eager" if self._code else "unknown"
+        if self._claim == "device":
+            # Its program is not ours to know; but the code of an FX graph runs operator by operator.
+            return "eager" if self._code == _GENERATED else self._claim
         if self._claim == "inductor":
             return "inductor" if self._code == self._path else "eager" if self._code == _GENERATED else "unknown"
         return "eager" if self._code == _GENERATED else "unknown"
@@ -290,11 +293,12 @@ class Witness:
         return self._repeatable and not this.item.mutates and getattr(_local, "rejectable", False)
 
     def _reason(self, this: PlannedCall, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reason:
+        far = f"is farther from {self._context.policy.reference} than its reference"
+        what = "has a backward that raises" if trial.raised else far
         return Reason(
             code="verification_failed",
             by=this.item.name,
-            sentence=f"the override {this.item.name} is farther from {self._context.policy.reference} than its "
-            f"reference for {classify((args, kwargs))}",
+            sentence=f"the override {this.item.name} {what} for {classify((args, kwargs))}",
             observed=trial.detail,
             needed=trial.needed,
             lever="repair the override, or leave it out with options={'disable_overrides': [...]}",

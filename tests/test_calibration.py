@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from omnicomp import calibration, passes
 from omnicomp.calibration import Finding, search
 from omnicomp.graphs import op_name
+from omnicomp.kept import folder
 from omnicomp.passes.base import PassContext, PassResult
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.speculation import Assumption, assumption
 from omnicomp.timeline import Calibration, NearMiss, Option, Rewrite, current
-from omnicomp.verdicts import folder
 
 EAGER = {"lowerings": ["eager"], "dtype_policy": "bf16"}
 CAUSE = "error_bound"

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule
 
 from omnicomp import fallbacks
 from omnicomp._torch import sources
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.lowerings import LoweringContext
 from omnicomp.options import parse
 from omnicomp.timeline import Retreat, current
@@ -35,7 +35,7 @@ def part(*, random: bool = False, constant: bool = False) -> GraphModule:
 
 def context(name: str = "inference", **options: Any) -> LoweringContext:
     return LoweringContext(
-        graph_id="g0", part=name, device=get_device("cpu"), policy=parse(None, options), timeline=current()
+        graph_id="g0", part=name, device=resolve_device("cpu"), policy=parse(None, options), timeline=current()
     )
 
 

@@ -1,116 +1,123 @@
-"""Faults planted wherever something can fail: the program keeps eager's values and gradients, and says why."""
+"""Faults planted wherever building can fail: the program keeps eager's values and gradients, and says why.
 
-import contextlib
-import importlib
-from collections.abc import Callable, Iterator
+`test_faults_calls.py` has those of calls, `test_faults_stores.py` those of files.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from faults import CUT, EAGER, WHOLE, Place, check, said, without_caches
 
-from omnicomp.timeline import Attempt, Cache, Option, Retreat, current
-
-# Where, and which compiler meets it there. Each is replaced by a function that raises.
-PLACES = {
-    "pass": ("omnicomp.backend", "run_pipeline"),
-    "placement": ("omnicomp.ladder", "place"),
-    "eager": ("omnicomp.lowerings.eager", "EagerLowering.lower"),
-    "autograd": ("torch._functorch._aot_autograd.graph_compile", "aot_stage1_graph_capture"),
-    "record": ("omnicomp.records", "PartRecord.dumps"),
-    "extract": ("omnicomp.ladder", "extract"),
-    "stitch": ("omnicomp.ladder", "stitch"),
-    "overrides": ("omnicomp.ladder", "apply_overrides"),
+# What every graph goes through, and what each of its parts does.
+EVERYWHERE = {
+    "capture": Place("omnicomp.backend", "capture_graph", parts=False),
+    "digest": Place("omnicomp.capture", "graph_digest", parts=False),
+    "copy": Place("omnicomp.backend", "copy_module", parts=False),
+    "blocks": Place("omnicomp.backend", "apply_blocks", parts=False),
+    "searches": Place("omnicomp.backend", "apply_searches", parts=False),
+    "passes": Place("omnicomp.backend", "run_pipeline", parts=False),
+    "pass": Place("omnicomp.passes.base", "_run_on_region", parts=False),
+    "repairs": Place("omnicomp._torch.losses", "repair_losses", parts=False),
+    "weights": Place("omnicomp.weights", "with_copies", parts=False),
+    "autograd": Place("torch._functorch._aot_autograd.graph_compile", "aot_dispatch_autograd_graph", parts=False),
+    "summary": Place("omnicomp.notices", "_notify", parts=False),
+    "part": Place("omnicomp.ladder", "copy_module"),
+    "setbacks": Place("omnicomp.ladder", "Setbacks"),
+    "placement": Place("omnicomp.ladder", "place"),
+    "record": Place("omnicomp.ladder", "PartRecord"),
+    "witness": Place("omnicomp.ladder", "Witness"),
+    "attestation": Place("omnicomp.records", "emit_ran", parts=False),
+}
+PIECES = {
+    "extract": Place("omnicomp.ladder", "extract"),
+    "stitch": Place("omnicomp.ladder", "stitching"),
+    "eager": Place("omnicomp.lowerings.eager", "EagerLowering.lower"),
+    "pieces' record": Place("omnicomp.records", "PartRecord.emit_pieces"),
+}
+OWN = {
+    "autograd of our own": Place("omnicomp._torch.aot", "compile_graph", parts=False),
+    "own partitioner": Place("omnicomp._torch.aot", "partition", parts=False),
 }
 COMPILED = {
-    "partitioner": ("torch._functorch.partitioners", "solve_min_cut"),
-    "lowering": ("torch._inductor.graph", "GraphLowering.run"),
-    "scheduler": ("torch._inductor.scheduler", "Scheduler._init"),
-    "codegen": ("torch._inductor.graph", "GraphLowering.codegen"),
-    "module": ("torch._inductor.codecache", "PyCodeCache.load_by_key_path"),
-    "graph cache key": ("torch._inductor.codecache", "FxGraphCache.prepare_key"),
-    "graph cache read": ("torch._inductor.codecache", "FxGraphCache._lookup_graph"),
-    "graph cache write": ("torch._inductor.codecache", "FxGraphCache._write_to_local_cache"),
-    "autograd cache key": ("torch._functorch._aot_autograd.autograd_cache", "autograd_cache_key"),
-    "autograd cache read": ("torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache._lookup"),
-    "autograd cache write": ("torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache._write_to_local_cache"),
+    "compiler": Place("omnicomp._torch.inductor", "compile_fx", parts=False),
+    "partitioner": Place("torch._functorch.partitioners", "solve_min_cut", parts=False),
+    "joint passes": Place("torch._inductor.compile_fx", "_recursive_joint_graph_passes", parts=False),
+    "part's passes": Place("torch._inductor.compile_fx", "_recursive_post_grad_passes"),
+    "overrides": Place("omnicomp.ladder", "apply_overrides"),
+    "lowering": Place("torch._inductor.graph", "GraphLowering.run"),
+    "scheduler": Place("torch._inductor.scheduler", "Scheduler._init"),
+    "codegen": Place("torch._inductor.graph", "GraphLowering.codegen"),
+    "compilation": Place("torch._inductor.codecache", "CppCodeCache.load_async"),
+    "module": Place("torch._inductor.codecache", "PyCodeCache.load_by_key_path"),
+    "guard": Place("omnicomp.ladder", "Guard"),
 }
-EAGER = {"lowerings": ["eager"]}
-MIXED = {"lowerings": {"*": ["inductor", "eager"], "aten.cos": "eager"}}
+IN_ONE = {
+    "kept record": Place("omnicomp.records", "PartRecord.dumps"),
+    "way down": Place("omnicomp.fallbacks", "dumps"),
+}
+CACHES = {
+    "graph cache key": Place("torch._inductor.codecache", "FxGraphCache.prepare_key"),
+    "graph cache read": Place("torch._inductor.codecache", "FxGraphCache._lookup_graph"),
+    "graph cache write": Place("torch._inductor.codecache", "FxGraphCache._write_to_local_cache"),
+    "autograd cache key": Place("torch._functorch._aot_autograd.autograd_cache", "autograd_cache_key"),
+    "autograd cache read": Place("torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache._lookup"),
+    "autograd cache write": Place(
+        "torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache._write_to_local_cache"
+    ),
+    "cache verdict": Place("omnicomp.backend", "verdict"),
+    "replay": Place("omnicomp.backend", "replay"),
+    "replayed way down": Place("omnicomp.fallbacks", "guard"),
+}
+AUTOTUNED = {
+    "autotuning": Place("torch._inductor.select_algorithm", "AlgorithmSelectorCache.__call__"),
+}
 
 
-def program(x: Tensor, w: Tensor) -> Tensor:
-    return (torch.sin(x) @ w).cos() * x.exp()
+def moments(*tables: Mapping[str, Place], few: Mapping[str, Place] | None = None) -> Any:
+    """Each place with each moment in which it can raise; of the places in `few`, with two."""
+    cases = [(name, place, place.moments) for table in tables for name, place in table.items()]
+    cases += [(name, place, place.moments[2:]) for name, place in (few or {}).items()]
+    params = [pytest.param(place, when, id=f"{name}-{when}") for name, place, moments in cases for when in moments]
+    return pytest.mark.parametrize(("place", "when"), params)
 
 
-def step(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-    """Result and gradients of one call."""
-    made = torch.Generator().manual_seed(3)
-    x, w = (torch.randn(3, 3, generator=made).requires_grad_() for _ in range(2))
-    result = function(x, w)
-    result.sum().backward()
-    return result.detach(), x.grad, w.grad
-
-
-@contextlib.contextmanager
-def planted(place: tuple[str, str], when: str, error: type[Exception] = RuntimeError) -> Iterator[list[int]]:
-    """Make a function raise at its first call, at all but the first, or always; the list counts what was raised."""
-    module = importlib.import_module(place[0])
-    *path, name = place[1].split(".")
-    owner: Any = module
-    for part in path:
-        owner = getattr(owner, part)
-    static = vars(owner)[name]
-    original = getattr(static, "__func__", static)
-    calls, raised = [0], [0]
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if when == "always" or (calls[0] == 1) == (when == "first"):
-            raised[0] += 1
-            raise error("planted failure")
-        return original(*args, **kwargs)
-
-    setattr(owner, name, type(static)(fail) if isinstance(static, classmethod | staticmethod) else fail)
-    try:
-        yield raised
-    finally:
-        setattr(owner, name, static)
-
-
-def said() -> bool:
-    """Whether the timeline tells of the planted failure."""
-    reasons = [e.reason for e in current() if isinstance(e, Retreat | Attempt | Cache | Option)]
-    return any("planted failure" in str(reason) for reason in reasons if reason is not None)
-
-
-def check(place: tuple[str, str], when: str, options: dict[str, Any], *, fresh: bool = False) -> int:
-    expected = step(program)
-    with planted(place, when) as raised, torch.compiler.config.patch(force_disable_caches=not fresh):
-        compiled = torch.compile(program, backend="omni", options=options)
-        for _ in range(2):
-            for got, want in zip(step(compiled), expected, strict=True):
-                torch.testing.assert_close(got, want)
-    return raised[0]
-
-
-@pytest.mark.parametrize("when", ["first", "later", "always"])
-@pytest.mark.parametrize("place", PLACES)
-def test_without_a_compiler(place: str, when: str) -> None:
-    if check(PLACES[place], when, EAGER):
-        assert said()
+@moments(EVERYWHERE, PIECES, OWN)
+def test_without_a_compiler(place: Place, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert check(place, when, EAGER) > 0
+    assert said(caplog.text)
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("options", [{}, MIXED], ids=["whole", "cut"])
+@moments(COMPILED, IN_ONE, few=EVERYWHERE)
+def test_in_one_graph_of_inductors(place: Place, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    with without_caches():
+        assert check(place, when, WHOLE) > 0
+    assert said(caplog.text)
+
+
+@pytest.mark.inductor
+@moments(PIECES, few=COMPILED)
+def test_in_pieces(place: Place, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    with without_caches():
+        assert check(place, when, CUT) > 0
+    assert said(caplog.text)
+
+
+@pytest.mark.inductor
+@moments(AUTOTUNED)
+def test_while_autotuning(place: Place, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    with without_caches():
+        assert check(place, when, {"max_autotune": True}) > 0
+    assert said(caplog.text)
+
+
+@pytest.mark.inductor
 @pytest.mark.parametrize("when", ["first", "later", "always"])
-@pytest.mark.parametrize("place", PLACES | COMPILED)
-def test_with_inductor(place: str, when: str, options: dict[str, Any], tmp_path: Any) -> None:
-    cached = "cache" in place
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} if cached else {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in cache.items():
-            patch.setenv(name, value)
-        raised = check((PLACES | COMPILED)[place], when, options, fresh=cached)
-    if raised and not cached:
-        assert said()
+@pytest.mark.parametrize("place", CACHES.values(), ids=CACHES)
+def test_in_a_cache(place: Place, when: str, request: pytest.FixtureRequest) -> None:
+    """Cold and warm: what can't be read or written is compiled, and what is found is right."""
+    # A tag of its own makes the caches of graphs empty, while C++ that is the same is compiled once.
+    with torch.compiler.config.patch(cache_key_tag=f"{request.node.name} {torch.rand(())}"):
+        assert check(place, when, WHOLE, starts=2) > 0

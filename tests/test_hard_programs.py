@@ -1,6 +1,7 @@
 """Hard programs give what eager gives: values, gradients, writes, strides, shared memory and errors."""
 
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,8 @@ import hard_features  # noqa: F401 - registers its programs
 import hard_programs  # noqa: F401
 import pytest
 import torch
-from outcomes import PROGRAMS, Outcome, Program, compare, outcome
+from concurrency import NO_GPU, ONE_THREAD, WIDE, behind_a_fork, in_threads, many_compilations
+from outcomes import PROGRAMS, Outcome, Program, compare, outcome, prepared, run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -39,6 +41,18 @@ WHERE_PIECES_MEET = (
     "changing_shapes",
     "an_optimiser_step",
     "control_flow_operators",
+)
+
+# One of each kind of what threads could disturb: memory, writes, state, sizes; the first can be shared by threads.
+UNDER_THREADS = (
+    "writes_to_an_input_while_training",
+    "branches_on_data",
+    "autograd_function",
+    "sizes_that_depend_on_data",
+    "custom_operator_that_writes",
+    "batch_norm_in_training",
+    "changing_shapes",
+    "an_optimiser_step",
 )
 
 
@@ -89,7 +103,8 @@ def test_in_pieces(program: Program) -> None:
 
 
 def test_every_name_is_a_program() -> None:
-    assert {program.name for program in named(WHERE_PIECES_MEET)} == set(WHERE_PIECES_MEET)
+    for names in (WHERE_PIECES_MEET, UNDER_THREADS):
+        assert {program.name for program in named(names)} == set(names)
 
 
 def model_and_step() -> tuple[nn.Module, Callable[[nn.Module, Tensor], list[Tensor]]]:
@@ -126,6 +141,94 @@ def test_eight_threads(options: dict[str, Any]) -> None:
     assert omnicomp.audit().mismatches == ()
 
 
+def without_much_code(programs: list[Program]) -> list[Program]:
+    """All that compile in a moment; each thread compiles for itself, one after the other."""
+    return [program for program in programs if WIDE or program.name != "thousands_of_nodes"]
+
+
+# Numbers that all threads draw from one generator are not the same twice, in eager neither.
+CALM = without_much_code([program for program in PROGRAMS if not program.draws])
+
+
+def shareable() -> list[Program]:
+    """Of a module, eager itself lets threads race for the gradients of its parameters."""
+    if not WIDE:
+        return named(UNDER_THREADS[:5])
+    return [p for p in CALM if not p.keeps and not isinstance(prepared(p)[0], nn.Module)]
+
+
+def under_threads(program: Program, options: dict[str, Any], *, shared: bool) -> None:
+    """Eight threads compile a program, or share one that is compiled, and call it twice on inputs of their own."""
+    wanted = expected(program)
+    torch.compiler.reset()
+    made = [prepared(program) for _ in range(8)]
+    common = torch.compile(made[0][0], backend="omni", options=options)
+
+    def work(index: int) -> None:
+        function, inputs = made[index]
+        compiled = common if shared else torch.compile(function, backend="omni", options=options)
+        compare(run(compiled, function, inputs), wanted, program.tolerance)
+
+    with many_compilations():
+        in_threads(work)
+    assert omnicomp.audit().mismatches == ()
+
+
+@pytest.mark.parametrize("program", CALM if WIDE else named(UNDER_THREADS), ids=lambda p: p.name)
+def test_eight_threads_with_one_each(program: Program) -> None:
+    under_threads(program, EAGER, shared=False)
+
+
+@pytest.mark.parametrize("program", shareable(), ids=lambda p: p.name)
+def test_eight_threads_that_share_one(program: Program) -> None:
+    under_threads(program, EAGER, shared=True)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("program", CALM if WIDE else named(UNDER_THREADS[:2]), ids=lambda p: p.name)
+def test_eight_threads_with_one_of_inductors_each(program: Program) -> None:
+    under_threads(program, INDUCTOR, shared=False)
+
+
+def in_a_worker(program: Program, options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    check(program, options)
+
+
+@NO_GPU
+def test_every_program_in_a_forked_worker() -> None:
+    behind_a_fork([functools.partial(in_a_worker, program, EAGER) for program in without_much_code(PROGRAMS)])
+
+
+@NO_GPU
+@pytest.mark.inductor
+def test_programs_of_inductors_in_a_forked_worker() -> None:
+    options = {**INDUCTOR, **ONE_THREAD}
+    programs = without_much_code(PROGRAMS) if WIDE else named(UNDER_THREADS[:2])
+    behind_a_fork([functools.partial(in_a_worker, program, options) for program in programs])
+
+
+def test_programs_that_were_compiled_before_the_fork() -> None:
+    """In the parent, which calls them too; functions alone, as what calls change in a module is the parent's."""
+
+    def compiled(program: Program) -> Callable[[], None]:
+        wanted, (function, inputs) = expected(program), prepared(program)
+        call = torch.compile(function, backend="omni", options=EAGER)
+        run(call, function, inputs)
+
+        def work() -> None:
+            compare(run(call, *prepared_again(program, function)), wanted, program.tolerance)
+
+        return work
+
+    behind_a_fork([compiled(program) for program in shareable()])
+
+
+def prepared_again(program: Program, function: Any) -> tuple[Any, list[Any]]:
+    """The function that was compiled, with inputs that nothing was written to."""
+    return function, prepared(program)[1]
+
+
 class Compiled(Dataset[Tensor]):
     """A data set whose items are computed by a compiled function; where one is None, it is compiled in the worker."""
 
@@ -145,18 +248,11 @@ def transform(x: Tensor) -> Tensor:
     return (x.sin() + 1).cumsum(0) * x.cos().mean(1)
 
 
-# Dynamo asks for the state of the GPU's generator when it compiles, which a forked process may not.
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process can't compile beside a GPU")
-
-
 @pytest.mark.parametrize("where", ["parent", pytest.param("worker", marks=NO_GPU)])
 @SETTINGS
 def test_in_a_forked_worker(options: dict[str, Any], where: str) -> None:
-    """What was compiled before the fork is called behind it, or the worker compiles for itself.
-
-    With one thread: GNU's OpenMP has no threads left behind a fork, and code for several waits for them for ever.
-    """
-    options = options if options is EAGER else {**options, "cpp.threads": 1}
+    """What was compiled before the fork is called behind it, or the worker compiles for itself."""
+    options = options if options is EAGER else {**options, **ONE_THREAD}
     compiled = None
     if where == "parent":
         compiled = torch.compile(transform, backend="omni", options=options)

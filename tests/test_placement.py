@@ -4,7 +4,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.lowerings import LoweringContext, in_order
 from omnicomp.options import Policy
 from omnicomp.partition import extract, gather_getitems, stitch
@@ -16,7 +16,7 @@ CUT = Reason(code="cut_out", by="inductor", sentence="planted")
 
 def context(policy: Policy | None = None) -> LoweringContext:
     return LoweringContext(
-        graph_id="g0", part="inference", device=get_device("cpu"), policy=policy or Policy(), timeline=Timeline()
+        graph_id="g0", part="inference", device=resolve_device("cpu"), policy=policy or Policy(), timeline=Timeline()
     )
 
 

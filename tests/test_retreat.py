@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import omnicomp
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.options import Policy
 from omnicomp.retreat import Guard, drawing_devices, obstacle
@@ -43,7 +43,7 @@ class Kernel:
 def guard(kernel: Kernel, below: Kernel, on_error: str = "retreat", **fields: Any) -> tuple[Any, Timeline]:
     timeline = Timeline()
     context = LoweringContext(
-        graph_id="g0", part="forward", device=get_device("cpu"), policy=Policy(on_error=on_error), timeline=timeline
+        graph_id="g0", part="forward", device=resolve_device("cpu"), policy=Policy(on_error=on_error), timeline=timeline
     )
     made = Guard(
         call=kernel,

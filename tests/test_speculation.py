@@ -92,7 +92,7 @@ def test_what_gradients_flow_to_is_not_assumed() -> None:
 def test_a_pass_may_not_assume_where_nothing_is_speculated_on() -> None:
     context = PassContext(
         graph_id="g0",
-        device=omnicomp.devices.get_device("cpu"),
+        device=omnicomp.devices.resolve_device("cpu"),
         policy=omnicomp.options.Policy(),
         timeline=omnicomp.timeline.Timeline(),
         training=False,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from omnicomp import speeds
-from omnicomp.verdicts import folder
+from omnicomp.kept import folder
 
 
 @pytest.fixture(autouse=True)

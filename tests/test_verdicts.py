@@ -11,10 +11,11 @@ import torch
 import omnicomp
 from omnicomp import verdicts
 from omnicomp._torch import inductor
+from omnicomp.kept import folder, prune, write_whole
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.timeline import Reason
-from omnicomp.verdicts import CACHE, Entry, entries, folder, forget, prune, write_whole, wrong_code
+from omnicomp.verdicts import CACHE, Entry, entries, forget, wrong_code
 
 
 @pytest.fixture

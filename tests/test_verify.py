@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import omnicomp
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.errors import LoweringError, OptionError
 from omnicomp.lowerings import LoweringContext
 from omnicomp.options import Policy, parse
@@ -32,7 +32,7 @@ def verifier(function: Callable[..., Any], *inputs: Tensor, **policy: Any) -> tu
     context = LoweringContext(
         graph_id="g0",
         part="inference",
-        device=get_device("cpu"),
+        device=resolve_device("cpu"),
         policy=Policy(**{"verify": "first", **policy}),
         timeline=timeline,
     )

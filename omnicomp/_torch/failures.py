@@ -7,7 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Final, Literal
 
 import torch
-from torch._inductor.exc import CppCompileError
+from torch._inductor.exc import CppCompileError, LoweringException
 
 from omnicomp._torch.inductor import is_missing_tool
 
@@ -31,7 +31,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(current))
         yield current
-        cause = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        # Inductor wraps what a lowering raised `from None`, and keeps its text alone.
+        hidden = current.__suppress_context__ and not isinstance(current, LoweringException)
+        cause = current.__cause__ or (None if hidden else current.__context__)
         waiting += [cause, getattr(current, "inner_exception", None)]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 import torch._inductor.config
 from torch._inductor import cpp_builder
+from torch._inductor.codegen.common import get_custom_backend_pass_for_device
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.lowering import lowerings
 
@@ -108,7 +109,7 @@ def _code(code: types.CodeType) -> str:
 
 
 def compilers(device_type: str) -> str:
-    """Versions of what compiles generated code for a device: Triton, and the C++ compiler."""
+    """What compiles for a device: versions of Triton and the C++ compiler, and the classes of a device from outside."""
     try:
         cxx = cpp_builder.get_cpp_compiler()
         version = cpp_builder.get_compiler_version_info(cxx)
@@ -118,6 +119,9 @@ def compilers(device_type: str) -> str:
         found = "no C++ compiler"
     if device_type == "cpu":
         return found
+    own = get_custom_backend_pass_for_device(device_type)
+    if own is not None:
+        found = f"{describe(own)}; {found}"
     try:
         return f"triton {importlib.metadata.version('triton')}; {found}"
     except importlib.metadata.PackageNotFoundError:

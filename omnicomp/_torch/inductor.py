@@ -60,6 +60,7 @@ __all__ = [
     "live_inputs",
     "modes",
     "no_cudagraphs",
+    "observer_paused",
     "on_artefact_loaded",
     "overwritten_inputs",
     "part_name",
@@ -176,7 +177,7 @@ def compile_part(
         InductorError: the graph can't be lowered or its code not compiled.
     """
     separate_outputs(module.graph)
-    with _observer_paused(), graph_lookups(lookups), read_before_written():
+    with observer_paused(), graph_lookups(lookups), read_before_written():
         return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
 
 
@@ -184,7 +185,8 @@ _paused = threading.local()
 
 
 @contextlib.contextmanager
-def _observer_paused() -> Generator[None]:
+def observer_paused() -> Generator[None]:
+    """Inside, what `on_artefact_loaded` would observe is not called back for: it is no part of its own."""
     before = getattr(_paused, "value", False)
     _paused.value = True
     try:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.fx.graph_module import _format_import_block, _forward_from_src, reduce_graph_module
 from torch.package import sys_importer
 
-__all__ = ["MAX_CONSTANT_BYTES", "from_source", "to_source"]
+__all__ = ["MAX_CONSTANT_BYTES", "dump_constant", "from_source", "load_constant", "to_source"]
 
 # What Inductor folds or lifts is small; weights that were frozen into the graph are not to be copied.
 MAX_CONSTANT_BYTES: Final = 2**20
@@ -27,17 +27,24 @@ def to_source(module: GraphModule) -> dict[str, Any]:
     Raises:
         ValueError: something that the graph holds can't travel as text.
     """
+    if any("kernel_idx" in node.kwargs for node in module.graph.nodes):
+        raise ValueError("it calls a Triton kernel by a number, which is another one in each process")
     code = module.graph.python_code("self")
     constants: dict[str, Any] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if "." in name:
             raise ValueError(f"the constant {name} is nested")
-        constants[name] = _constant(name, getattr(module, name))
+        constants[name] = dump_constant(name, getattr(module, name))
     return {"imports": _format_import_block(code.globals, sys_importer), "code": code.src, "constants": constants}
 
 
-def _constant(name: str, value: Any) -> Any:
+def dump_constant(name: str, value: Any) -> Any:
+    """A small tensor or a graph, in JSON types.
+
+    Raises:
+        ValueError: it is neither, or can't travel as text.
+    """
     if isinstance(value, GraphModule):
         return {"graph": to_source(value)}
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
@@ -66,10 +73,11 @@ def from_source(data: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _constants(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: _restored(value) for name, value in data["constants"].items()}
+    return {name: load_constant(value) for name, value in data["constants"].items()}
 
 
-def _restored(value: dict[str, Any]) -> Any:
+def load_constant(value: dict[str, Any]) -> Any:
+    """What `dump_constant` made the data of."""
     inner = value.get("graph")
     if inner is not None:
         body: dict[str, Any] = {**torch.nn.Module().__dict__, "_code": inner["code"]}

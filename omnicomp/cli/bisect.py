@@ -12,10 +12,11 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.fx import copy_module
 from omnicomp.errors import OmnicompError
 from omnicomp.graphs import op_name
+from omnicomp.kept import folder
 from omnicomp.localize import Prober, Verdict, find_failing, first_line
 from omnicomp.partition import extract, gather_getitems
 from omnicomp.repro import write_script
-from omnicomp.verdicts import Entry, entries, folder, forget
+from omnicomp.verdicts import Entry, entries, forget
 
 __all__ = ["forget_known", "list_known", "run_script"]
 
@@ -44,6 +45,10 @@ def _lines(path: Path, entry: Entry | str) -> list[str]:
     lines += [f"    {reason.node or name}: {reason.sentence}" for name, reason in entry.cut.items()]
     if entry.boundaries:
         lines.append(f"    built in parts only, cut before {', '.join(sorted(entry.boundaries))}")
+    if entry.untuned is not None:
+        lines.append(f"    built without autotuning: {entry.untuned.sentence}")
+    if entry.seconds is not None:
+        lines.append(f"    found with {entry.seconds:g} s to build; it is tried again with a larger build_seconds")
     if entry.builds is not None:
         lines.append(f"    not narrowed down with {entry.builds} builds; raise max_builds for less")
     return lines + [f"    {script}" for script in entry.scripts]

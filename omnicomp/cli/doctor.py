@@ -19,7 +19,7 @@ import torch
 import omnicomp
 from omnicomp._torch import registrations
 from omnicomp._torch.inductor import cache_dir
-from omnicomp.devices import Device, device_names, get_device, load_errors
+from omnicomp.devices import Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.dtypes import PRESET_OF, short
 from omnicomp.errors import DeviceError
@@ -63,7 +63,7 @@ def examine(device: str | None = None) -> list[Check]:
     """
     names = device_names()
     if device is not None and device.split(":", 1)[0] not in names:
-        get_device(device)  # raises, and says what is known
+        resolve_device(device)  # raises, and says what is known
     chosen = names if device is None else (device.split(":", 1)[0],)
     checks: list[Callable[[], Iterator[Check]]] = [_python, _torch, _omnicomp, _entry_point]
     checks += [_device_check(name, required=device is not None) for name in chosen]
@@ -141,7 +141,7 @@ def _device_check(name: str, *, required: bool) -> Callable[[], Iterator[Check]]
     def check() -> Iterator[Check]:
         label = f"device {name}"
         try:
-            device = get_device(name)
+            device = resolve_device(name)
         except DeviceError as error:
             reason = str(error).split(": ", 1)[-1]
             yield Check(name=label, status="missing" if required else "note", found="not available", todo=reason)
@@ -203,7 +203,7 @@ def _uses(names: tuple[str, ...], *, triton: bool) -> bool:
     """Whether an available device of `names` is compiled for by Triton, or by C++."""
     for name in names:
         try:
-            can = get_device(name).capabilities()
+            can = resolve_device(name).capabilities()
         except DeviceError:
             continue
         if can.inductor and (triton == (name != "cpu")):

@@ -1,6 +1,6 @@
 """Devices, discovered by the entry-point group `omnicomp.devices`: adding one edits no dispatcher.
 
-`cpu` and `cuda` are built in, and are there also when omnicomp runs from a checkout that was never installed.
+Those of `BUILT_IN` are there also when omnicomp runs from a checkout that was never installed.
 """
 
 import functools
@@ -9,18 +9,38 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from omnicomp.devices.base import Capabilities, Device
+from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.devices.cuda import CudaDevice
 from omnicomp.devices.generic import GenericDevice
+from omnicomp.devices.mps import MpsDevice
+from omnicomp.devices.npu import NpuDevice
+from omnicomp.devices.sim import SimDevice
+from omnicomp.devices.xpu import XpuDevice
 from omnicomp.errors import DeviceError, nearest
 
-__all__ = ["GROUP", "Capabilities", "Device", "device_names", "get_device", "load_errors", "primary_device"]
+__all__ = [
+    "GROUP",
+    "MEMORY_KEYS",
+    "Capabilities",
+    "Device",
+    "device_names",
+    "load_errors",
+    "primary_device",
+    "resolve_device",
+]
 
 log = logging.getLogger("omnicomp.devices")
 
 GROUP: Final = "omnicomp.devices"
-BUILT_IN: Final[dict[str, type[Device]]] = {"cpu": CpuDevice, "cuda": CudaDevice}
+BUILT_IN: Final[dict[str, type[Device]]] = {
+    "cpu": CpuDevice,
+    "cuda": CudaDevice,
+    "xpu": XpuDevice,
+    "mps": MpsDevice,
+    "npu": NpuDevice,
+    "sim": SimDevice,
+}
 
 
 @functools.cache
@@ -36,7 +56,7 @@ def _discover() -> tuple[dict[str, Device], dict[str, str]]:
         try:
             device = entry.load()()
             if not isinstance(device, Device):
-                raise TypeError("it does not implement omnicomp.devices.Device")
+                raise TypeError("it is no subclass of omnicomp.devices.Device")
             if device.type in found:
                 raise ValueError(f"there already is a device of type {device.type!r}")
             found[device.type] = device
@@ -56,18 +76,24 @@ def load_errors() -> dict[str, str]:
     return dict(_discover()[1])
 
 
-def get_device(name: str) -> Device:
-    """The device of that torch device type.
+def resolve_device(name: str = "auto") -> Device:
+    """The device of a torch device type; an index behind a colon is of no account.
+
+    Args:
+        name: a device type, as `cuda` or `cuda:1`; `auto` is the first accelerator that is available, else the CPU.
 
     Raises:
         DeviceError: omnicomp knows no such device, or it is not available here.
     """
-    found, _ = _discover()
+    found, errors = _discover()
+    if name == "auto":
+        return next((device for key, device in found.items() if key != "cpu" and device.is_available()), found["cpu"])
     base = name.split(":", 1)[0]
     device = found.get(base)
     if device is None:
-        known = ", ".join(found)
-        raise DeviceError(f"unknown device {name!r}{nearest(base, found) or f'; known devices are {known}'}")
+        broken = next((f"; {entry} can't be loaded: {why}" for entry, why in errors.items() if base in entry), "")
+        known = f"; known devices are {', '.join(found)}{nearest(base, found)}"
+        raise DeviceError(f"unknown device {name!r}{broken or known}")
     if not device.is_available():
         raise DeviceError(f"device {name!r} is not available: {device.unavailable_reason()}")
     return device

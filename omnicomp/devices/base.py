@@ -1,11 +1,25 @@
-"""The contract of a device: whether it is there, what it can compute, and which lowerings serve it."""
+"""The contract of a device: whether it is there, what it can compute, how much memory it has, and what compiles for it.
 
+A device gives its type, `is_available` and `capabilities`; the rest has defaults that go by what torch offers for the
+type: its device module (`torch.<type>`), and Inductor's registration.
+"""
+
+import abc
 import dataclasses
-from typing import Protocol, runtime_checkable
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
 
-__all__ = ["Capabilities", "Device"]
+from omnicomp._torch.inductor import compile_part, has_inductor
+
+__all__ = ["MEMORY_KEYS", "Capabilities", "Device"]
+
+MEMORY_KEYS: Final = ("allocated_bytes", "peak_bytes", "reserved_bytes", "total_bytes")
+"""The keys of `Device.memory_stats` on every device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,9 +32,13 @@ class Capabilities:
         fast_dtypes: dtypes of `compute_dtypes` in which matrix work is faster than in float32.
         tf32: whether it can multiply float32 matrices with operands rounded to 19 bits (TF32).
         inductor: whether Inductor generates code for it.
+        compiler: what its subgraphs are compiled with, for a person: `C++`, `Triton`, `torch_npu graph mode`; or empty.
         triton: whether Triton kernels run on it.
         graph_mode: whether launches can be captured and replayed (CUDA graphs).
         attention_kernels: names of the fused attention kernels, fastest first.
+        max_grid: the largest number of blocks of a launch along each axis, or empty if it is not known.
+        warp_sizes: how many threads go in step, for each size that it offers; empty if it has no such groups.
+        memory_bytes: memory of one device, or 0 if it is not known.
         device_count: number of devices.
         name: name of the device for a person.
         exhaustive: whether the two lists of dtypes are complete, complex numbers and integers among them: no operator
@@ -34,44 +52,147 @@ class Capabilities:
     fast_dtypes: tuple[torch.dtype, ...] = ()
     tf32: bool = False
     inductor: bool = False
+    compiler: str = ""
     triton: bool = False
     graph_mode: bool = False
     attention_kernels: tuple[str, ...] = ()
+    max_grid: tuple[int, ...] = ()
+    warp_sizes: tuple[int, ...] = ()
+    memory_bytes: int = 0
     device_count: int = 0
     name: str = ""
     exhaustive: bool = False
 
 
-@runtime_checkable
-class Device(Protocol):
-    """A kind of device, found through the entry-point group `omnicomp.devices`."""
+class Device(abc.ABC):
+    """A kind of device, found through the entry-point group `omnicomp.devices`.
 
-    @property
-    def type(self) -> str:
-        """The device type as torch names it, for example `cuda`."""
-        ...
+    Attributes:
+        type: the device type as torch names it, for example `cuda`.
+    """
 
-    @property
-    def lowerings(self) -> tuple[str, ...]:
-        """Names of the lowerings that can serve it, `eager` among them."""
-        ...
+    type: str
 
+    @abc.abstractmethod
     def is_available(self) -> bool:
-        """Whether the device can be used in this process. Never raises."""
-        ...
+        """Whether the device can be used in this process. False where the driver is missing; never raises."""
+
+    @abc.abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the device can do. Only asked when it is available."""
 
     def unavailable_reason(self) -> str:
         """One sentence on why it can't be used and what to do; empty if it can."""
-        ...
+        return "" if self.is_available() else f"torch sees no {self.type} device; install its driver and torch package"
 
-    def capabilities(self) -> Capabilities:
-        """What the device can do. Only asked when it is available."""
-        ...
+    @property
+    def lowerings(self) -> tuple[str, ...]:
+        """Names of the lowerings that can serve it: overrides, its own compiler, Inductor where registered, eager."""
+        own = ("device",) if type(self).compile_subgraph is not Device.compile_subgraph else ()
+        inductor = ("inductor",) if has_inductor(self.type) else ()
+        return ("override", *own, *inductor, "eager")
+
+    def compile_subgraph(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+        """Compile a subgraph; a device with a compiler of its own writes this, and serves the lowering `device`.
+
+        Args:
+            module: a graph of ATen operators after autograd, which returns a tuple; the device may change it.
+            inputs: a fake tensor or a symbolic size for each placeholder.
+
+        Returns:
+            A function of the list of inputs (which it may clear) that returns the outputs.
+
+        Raises:
+            Exception: anything, where it can't be compiled: the subgraph goes to the next lowering, and the timeline
+                tells why. A NotImplementedError where nothing compiles for the device at all.
+        """
+        if has_inductor(self.type):
+            return compile_part(module, inputs, "", [])
+        raise NotImplementedError(
+            f"nothing compiles for {self.type}: register it with Inductor (omnicomp.devices.inductor.register), "
+            "or write Device.compile_subgraph"
+        )
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Change a model for the device before it is compiled, for example its layout of weights.
+
+        Called by `omnicomp.wrap_module`; `torch.compile` hands a backend graphs, not models.
+
+        Returns:
+            The same model unless a device has something to change.
+        """
+        return model
+
+    def register_override(self, **declaration: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare a hand-written kernel for this device: `omnicomp.override` with `devices` filled in.
+
+        Raises:
+            OverrideError: as `omnicomp.override` does.
+        """
+        # It needs the lowerings, which need this module.
+        override = importlib.import_module("omnicomp.lowerings.overrides.registry").override
+        return override(devices=(self.type,), **declaration)
 
     def synchronize(self) -> None:
         """Wait until everything queued on it is done."""
-        ...
+        synchronize = getattr(self._module(), "synchronize", None)
+        if synchronize is not None:
+            synchronize()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes `allocated`, `peak` and `free`; a key is left out if the device does not tell."""
-        ...
+    def memory_stats(self) -> dict[str, int | None]:
+        """Memory of the current device in bytes, under the same keys for every device (`MEMORY_KEYS`).
+
+        Returns:
+            `allocated_bytes` by tensors now; `peak_bytes`, the most since `reset_memory_stats`; `reserved_bytes` that
+            the allocator holds; `total_bytes` of the device. None for what the device does not tell.
+        """
+        module = self._module()
+
+        def ask(name: str) -> int | None:
+            method = getattr(module, name, None)
+            return None if method is None else int(method())
+
+        values = (
+            ask("memory_allocated"),
+            ask("max_memory_allocated"),
+            ask("memory_reserved"),
+            self._free_and_total()[1],
+        )
+        return dict(zip(MEMORY_KEYS, values, strict=True))
+
+    def reset_memory_stats(self) -> None:
+        """Let `peak_bytes` start from what is allocated now, where the device can."""
+        reset = getattr(self._module(), "reset_peak_memory_stats", None)
+        if reset is not None:
+            reset()
+
+    def available_memory(self) -> int | None:
+        """Bytes that are free on the current device; None if it does not tell."""
+        return self._free_and_total()[0]
+
+    def to_device(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+        """Move tensors and modules, in lists, tuples and dictionaries too, to the device.
+
+        Args:
+            value: what to move; whatever else is in it stays as it is.
+            dtype: what floating-point tensors and parameters become; None keeps theirs.
+
+        Returns:
+            The same structure; a module is moved in place and returned.
+        """
+
+        def move(item: Any) -> Any:
+            if isinstance(item, torch.nn.Module):
+                return item.to(device=self.type, dtype=dtype)
+            if isinstance(item, torch.Tensor):
+                return item.to(device=self.type, dtype=dtype if item.is_floating_point() else None)
+            return item
+
+        return tree_map(move, value)
+
+    def _module(self) -> Any:
+        return getattr(torch, self.type, None)
+
+    def _free_and_total(self) -> tuple[int | None, int | None]:
+        ask = getattr(self._module(), "mem_get_info", None)
+        return (None, None) if ask is None else ask()

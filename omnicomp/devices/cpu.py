@@ -1,6 +1,7 @@
 """The CPU."""
 
 import functools
+import logging
 import os
 import platform
 import resource
@@ -8,16 +9,17 @@ from typing import Final
 
 import torch
 
-from omnicomp.devices.base import Capabilities
+from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device
 
 __all__ = ["CpuDevice", "cpu_flags", "instruction_set"]
 
+log = logging.getLogger("omnicomp.devices")
 
-class CpuDevice:
+
+class CpuDevice(Device):
     """The host processor, compiled for by Inductor's C++ code generation."""
 
     type = "cpu"
-    lowerings = ("override", "inductor", "eager")
 
     def is_available(self) -> bool:
         """Always."""
@@ -36,7 +38,9 @@ class CpuDevice:
             storage_dtypes=(*floats, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.bool),
             fast_dtypes=fast,
             inductor=True,
+            compiler="C++",
             attention_kernels=("flash",),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             device_count=1,
             name=platform.processor() or platform.machine(),
         )
@@ -44,10 +48,35 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def memory(self) -> dict[str, int]:
-        """Peak resident set of the process and free physical memory, in bytes."""
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "free": free}
+    def memory_stats(self) -> dict[str, int | None]:
+        """Resident memory of the process, now and at most; torch's CPU allocator does not count what it hands out."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        status = _process_status()
+        peak = status.get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        values = (status.get("VmRSS"), peak, None, os.sysconf("SC_PHYS_PAGES") * page)
+        return dict(zip(MEMORY_KEYS, values, strict=True))
+
+    def reset_memory_stats(self) -> None:
+        """Let the peak start from what is resident now; Linux alone can, and not in every container."""
+        try:
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:
+                stream.write("5")
+        except OSError as error:
+            log.debug("the peak of resident memory can't be reset: %s", error)
+
+    def available_memory(self) -> int:
+        """Physical memory that no process uses."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _process_status() -> dict[str, int]:
+    """Sizes that Linux tells of this process, in bytes; empty elsewhere."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as stream:
+            lines = [line.split() for line in stream]
+    except OSError:
+        return {}
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[2:] == ["kB"]}
 
 
 _MATRIX_INSTRUCTIONS: Final = {

@@ -4,16 +4,15 @@ import importlib.util
 
 import torch
 
-from omnicomp.devices.base import Capabilities
+from omnicomp.devices.base import Capabilities, Device
 
 __all__ = ["CudaDevice"]
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A CUDA device, compiled for by Inductor through Triton."""
 
     type = "cuda"
-    lowerings = ("override", "inductor", "eager")
 
     def is_available(self) -> bool:
         """Whether torch sees a GPU; False, not an error, where the driver or the build is missing."""
@@ -41,24 +40,22 @@ class CudaDevice:
         stored = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64]
         if hip or (major, minor) >= (8, 9):
             stored += [torch.float8_e4m3fn, torch.float8_e5m2]
+        triton = importlib.util.find_spec("triton") is not None
+        card = torch.cuda.get_device_properties()
         return Capabilities(
             compute_dtypes=(torch.float32, torch.float64, *fast),
             storage_dtypes=tuple(stored),
             fast_dtypes=tuple(fast),
             tf32=not hip and major >= 8,
             inductor=True,
-            triton=importlib.util.find_spec("triton") is not None,
+            compiler="Triton" if triton else "",
+            triton=triton,
             graph_mode=True,
             attention_kernels=tuple(kernels),
+            # A limit of the programming model, the same for every card since compute capability 3.0.
+            max_grid=(2**31 - 1, 65535, 65535),
+            warp_sizes=(card.warp_size,),
+            memory_bytes=card.total_memory,
             device_count=torch.cuda.device_count(),
-            name=torch.cuda.get_device_name(),
+            name=card.name,
         )
-
-    def synchronize(self) -> None:
-        """Wait for the current device."""
-        torch.cuda.synchronize()
-
-    def memory(self) -> dict[str, int]:
-        """Bytes allocated by torch now and at most, and free on the card."""
-        free, _ = torch.cuda.mem_get_info()
-        return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "free": free}

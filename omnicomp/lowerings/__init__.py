@@ -10,6 +10,7 @@ if __name__ != "omnicomp.lowerings":
 from typing import Final
 
 from omnicomp.lowerings.base import Executable, Lowering, LoweringContext, Support
+from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.lowerings.override import OverrideLowering
@@ -18,6 +19,7 @@ __all__ = ["LOWERINGS", "Executable", "Lowering", "LoweringContext", "Support", 
 
 LOWERINGS: Final[dict[str, Lowering]] = {
     "override": OverrideLowering(),
+    "device": DeviceLowering(),
     "inductor": InductorLowering(),
     "eager": EagerLowering(),
 }
@@ -28,7 +30,9 @@ def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:
 
     Args:
         names: the policy's lowerings.
-        served: the device's.
+        served: the device's; a compiler of its own stands before Inductor, unless the policy has a place for it.
     """
+    if "device" not in names:
+        names = tuple(each for name in names for each in (("device", name) if name == "inductor" else (name,)))
     chosen = [name for name in names if name in served]
     return [LOWERINGS[name] for name in (*chosen, *(() if "eager" in chosen else ("eager",)))]

@@ -69,6 +69,7 @@ class Executable:
         generated: path of the Python module whose code a call enters first, if a compiler generated one.
         overwritten: names of inputs that a call may write to once it is through with them.
         lookups: what the compile cache was asked for it, and answered.
+        compiled: the compiler's own object, if it has one; what the caches keep.
     """
 
     lowering: str
@@ -79,6 +80,7 @@ class Executable:
     overwritten: frozenset[str] = frozenset()
     generated: str = ""
     lookups: tuple[Lookup, ...] = ()
+    compiled: Any = None
 
 
 @runtime_checkable

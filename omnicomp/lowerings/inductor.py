@@ -62,5 +62,11 @@ def executable(compiled: Any) -> Executable:
 
     written, generated = inductor.overwritten_inputs(compiled), inductor.generated_python(compiled)
     return Executable(
-        lowering="inductor", call=compiled, artefact=path, attest=attest, overwritten=written, generated=generated
+        lowering="inductor",
+        call=compiled,
+        artefact=path,
+        attest=attest,
+        overwritten=written,
+        generated=generated,
+        compiled=compiled,
     )

@@ -12,8 +12,7 @@ subgraph is `g0.forward.0/softmax_topk`. Where a graph was compiled on an assump
 
 import dataclasses
 import re
-from types import UnionType
-from typing import Any, ClassVar, Final, get_args, get_origin
+from typing import Any, ClassVar, Final
 
 from omnicomp.timeline.reasons import Reason
 
@@ -25,6 +24,7 @@ __all__ = [
     "Calibration",
     "Capture",
     "Event",
+    "Memory",
     "NearMiss",
     "NodePlacement",
     "Option",
@@ -37,7 +37,6 @@ __all__ = [
     "Subgraph",
     "Verification",
     "Weights",
-    "event_from_dict",
 ]
 
 SCHEMA_VERSION: Final = 1
@@ -420,11 +419,34 @@ class Calibration(Event):
     reason: Reason | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory(Event):
+    """Memory of the device around one call of a subgraph, by the option `memory`; -1 where the device does not tell.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        subgraph: its id.
+        device: its type.
+        call: which call of the subgraph it was, from 0.
+        before_bytes: that tensors held before the call.
+        after_bytes: that tensors held after it, its results included.
+        peak_bytes: the most that they held during the call.
+    """
+
+    part: str
+    subgraph: str
+    device: str
+    call: int
+    before_bytes: int = -1
+    after_bytes: int = -1
+    peak_bytes: int = -1
+
+
 EVENT_TYPES: Final[dict[str, type[Event]]] = {
     cls.type: cls
     for cls in (
         *(Capture, Option, PassRun, Rewrite, NearMiss, Speculation),
-        *(Placement, Subgraph, Attempt, Retreat, Ran, Verification, Cache, Weights, Calibration),
+        *(Placement, Subgraph, Attempt, Retreat, Ran, Verification, Cache, Weights, Calibration, Memory),
     )
 }
 
@@ -442,59 +464,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     return str(value)
-
-
-def _node_placement(data: dict[str, Any]) -> NodePlacement:
-    chain = tuple(Reason.from_dict(reason) for reason in data.get("chain", ()))
-    known = {field.name for field in dataclasses.fields(NodePlacement)} - {"chain"}
-    return NodePlacement(**{key: str(value) for key, value in data.items() if key in known}, chain=chain)
-
-
-def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
-    """Refuse a value whose kind is not the field's: a view would fail on it far from the line that has it."""
-    items: list[Any] = list(value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ())
-    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-    accepted: tuple[Any, ...] = tuple(get_origin(kind) or kind for kind in kinds)
-    if float in accepted:
-        accepted += (int,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        raise TypeError(f"its field {field.name!r} can't be {type(value).__name__}")
-    inner: tuple[Any, ...] = get_args(field.type)
-    if tuple in accepted and str in inner and not all(isinstance(item, str) for item in items):
-        raise TypeError(f"its field {field.name!r} must hold text")
-    if dict in accepted and int in inner and not all(isinstance(item, int) for item in items):
-        raise TypeError(f"its field {field.name!r} must hold whole numbers")
-
-
-def event_from_dict(data: dict[str, Any]) -> Event | None:
-    """Rebuild an event from its JSON form.
-
-    Returns:
-        The event, or None if its type is not known to this version.
-
-    Raises:
-        TypeError: a field is missing or of the wrong kind.
-        ValueError: the schema is newer than this version reads.
-    """
-    schema = data.get("schema")
-    if not isinstance(schema, int):
-        raise TypeError("it has no integer field 'schema'")
-    if schema > SCHEMA_VERSION:
-        raise ValueError(f"its schema is {schema} and this version reads up to {SCHEMA_VERSION}; upgrade omnicomp")
-    cls = EVENT_TYPES.get(str(data.get("type")))
-    if cls is None:
-        return None
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.name not in data:
-            continue
-        value = data[field.name]
-        if field.name == "reason" and isinstance(value, dict):
-            value = Reason.from_dict(value)
-        elif field.name == "declined":
-            value = tuple(_node_placement(item) for item in value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        _check(field, value)
-        values[field.name] = value
-    return cls(**values)

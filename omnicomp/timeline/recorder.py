@@ -81,11 +81,8 @@ class Timeline:
                 self._after_fork()
             stamped = dataclasses.replace(event, time=time.time(), seq=len(self._events))
             self._events.append(stamped)
-            if self._sinks:
-                record = stamped.to_dict()
-                record.update(pid=self._pid, rank=rank(), thread=threading.current_thread().name)
-                for key, sink in list(self._sinks.items()):
-                    self._write(key, sink, record)
+            for key, sink in list(self._sinks.items()):
+                self._write(key, sink, stamped)
             return stamped
 
     def add_sink(self, key: str, sink: Sink) -> None:
@@ -109,10 +106,12 @@ class Timeline:
                 sink.close()
             self._sinks.clear()
 
-    def _write(self, key: str, sink: Sink, record: dict[str, Any]) -> None:
+    def _write(self, key: str, sink: Sink, event: Event) -> None:
         try:
+            record = event.to_dict()
+            record.update(pid=self._pid, rank=rank(), thread=threading.current_thread().name)
             sink.write(record)
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - logged; a sink may be anyone's
             del self._sinks[key]
             log.warning(
                 "the timeline can't be written to %s (%s); the program goes on without it, "
@@ -127,6 +126,15 @@ class Timeline:
 
 
 _current = Timeline()
+
+
+def _renew_lock() -> None:
+    """A thread that held the lock when the process was forked is not there to release it."""
+    _current._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def current() -> Timeline:

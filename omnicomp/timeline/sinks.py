@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from omnicomp.errors import TimelineError
-from omnicomp.timeline.events import Event, event_from_dict
+from omnicomp.timeline.events import Event
+from omnicomp.timeline.reading import event_from_dict
 from omnicomp.timeline.recorder import Timeline, rank
 
 __all__ = ["ENVIRONMENT_VARIABLE", "JsonLinesSink", "attach", "expand", "read_events", "read_records"]

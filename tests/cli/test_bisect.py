@@ -1,5 +1,6 @@
 """`omnicomp bisect` lists what is known to fail, repeats it from a script of torch alone, narrows and forgets it."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from omnicomp import verdicts
 from omnicomp.cli import app
 from omnicomp.cli.bisect import run_script
 from omnicomp.errors import OmnicompError
+from omnicomp.kept import folder, write_whole
 from omnicomp.repro import script_of, write_script
 from omnicomp.timeline import Reason
-from omnicomp.verdicts import CACHE, Entry, folder, write_whole
+from omnicomp.verdicts import CACHE, Entry
 
 SIN = torch.ops.aten.sin.default
 
@@ -46,7 +48,9 @@ def test_nothing_known() -> None:
 def test_what_is_known_is_listed_and_forgotten() -> None:
     path = script(torch.sin, torch.randn(3))
     reason = Reason(code="cut_out", sentence="Inductor can't build it", node="sin (aten.sin.default)")
+    untuned = Reason(code="budget_spent", sentence="tuning took 70 s")
     entry = Entry(key="k", graph="g0.forward model.py:3", cut={"sin": reason}, scripts=(str(path),), builds=4)
+    entry = dataclasses.replace(entry, seconds=60.0, slow=frozenset({"sin"}), untuned=untuned)
     write_whole(folder() / CACHE / "k.json", entry.dumps())
     (folder() / CACHE / "broken.json").write_text("{")
     output = bisect().output
@@ -55,6 +59,8 @@ def test_what_is_known_is_listed_and_forgotten() -> None:
         "sin (aten.sin.default): Inductor can't build it",
         str(path),
         "can't be read",
+        "built without autotuning: tuning took 70 s",
+        "found with 60 s to build",
     ):
         assert piece in output
     assert "Forgot 2 verdicts" in bisect("--forget", path).output

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import omnicomp
-from omnicomp.devices import get_device
+from omnicomp.devices import MEMORY_KEYS, resolve_device
 from omnicomp.testing.models import build
 from omnicomp.timeline import Capture, Option, Placement, Ran, Rewrite, current
 
@@ -126,11 +126,13 @@ def test_the_router_of_experts_is_one_kernel() -> None:
 
 
 def test_the_device_says_what_it_can_do() -> None:
-    device = get_device("cuda")
+    device = resolve_device("cuda")
     capabilities = device.capabilities()
     assert torch.float16 in capabilities.fast_dtypes
     assert capabilities.triton
     assert capabilities.graph_mode
     assert capabilities.attention_kernels
     device.synchronize()
-    assert device.memory()["free"] > 0
+    assert set(device.memory_stats()) == set(MEMORY_KEYS)
+    assert None not in device.memory_stats().values()
+    assert device.available_memory()

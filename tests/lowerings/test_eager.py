@@ -5,14 +5,14 @@ import torch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.options import Policy
 from omnicomp.timeline import Timeline
 
 CONTEXT = LoweringContext(
-    graph_id="g0", part="inference", device=get_device("cpu"), policy=Policy(), timeline=Timeline()
+    graph_id="g0", part="inference", device=resolve_device("cpu"), policy=Policy(), timeline=Timeline()
 )
 
 

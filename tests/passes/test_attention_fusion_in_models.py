@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from fusion import Backend, compiled, inputs, plain
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.options import Policy
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import PassContext, run_pipeline
@@ -118,7 +118,9 @@ def test_nodes_without_fake_values_are_left_alone():
     q = graph.placeholder("q")
     graph.output(graph.call_function(torch.matmul, (graph.call_function(torch.softmax, (q, -1)), q)))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    context = PassContext(graph_id="g0", device=get_device("cpu"), policy=Policy(), timeline=Timeline(), training=False)
+    context = PassContext(
+        graph_id="g0", device=resolve_device("cpu"), policy=Policy(), timeline=Timeline(), training=False
+    )
     assert not run_pipeline((AttentionFusion(),), module, context)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.errors import PassError
 from omnicomp.graphs import insert_call
 from omnicomp.options import Policy
@@ -54,7 +54,7 @@ def captured(function: Callable[..., Any], *args: torch.Tensor) -> GraphModule:
 
 def context(**policy: Any) -> PassContext:
     return PassContext(
-        graph_id="g0", device=get_device("cpu"), policy=Policy(**policy), timeline=Timeline(), training=False
+        graph_id="g0", device=resolve_device("cpu"), policy=Policy(**policy), timeline=Timeline(), training=False
     )
 
 

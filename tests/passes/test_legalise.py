@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import omnicomp
 from omnicomp import devices
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.errors import LegaliseError
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.timeline import NearMiss, Rewrite
@@ -61,7 +61,7 @@ def test_devices_of_torch_are_left_alone(name):
     if name == "cuda" and not torch.cuda.is_available():
         assert not devices.Capabilities(compute_dtypes=(), storage_dtypes=()).exhaustive
         return
-    assert Legal.of(get_device(name).capabilities()) is None
+    assert Legal.of(resolve_device(name).capabilities()) is None
 
 
 def run(function, device, *args, tolerance=1e-5, training=False, **kwargs):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch._dynamo.backends.debugging import aot_eager
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.options import Policy
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import PassContext, run_pipeline
@@ -27,7 +27,7 @@ class Backend:
     def __call__(self, module, inputs):
         context = PassContext(
             graph_id=f"g{len(self.graphs)}",
-            device=get_device("cpu"),
+            device=resolve_device("cpu"),
             policy=self.policy,
             timeline=self.timeline,
             training=self.training,

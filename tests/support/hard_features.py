@@ -86,7 +86,7 @@ def checkpointed() -> Any:
     return Block(), [leaf(3, 6)]
 
 
-@program
+@program(draws=True)
 def checkpointed_dropout() -> Any:
     layer = nn.Linear(6, 6)
 
@@ -245,7 +245,7 @@ def lists_and_dictionaries() -> Any:
     return f, [{"x": torch.randn(3), "w": [torch.randn(3), leaf(3)], "n": 4}]
 
 
-@program
+@program(keeps=True)
 def an_optimiser_step() -> Any:
     model = nn.Linear(4, 2)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -305,7 +305,7 @@ def control_flow_operators() -> Any:
     return f, [torch.randn(4)]
 
 
-@program
+@program(keeps=True)
 def sparse_results() -> Any:
     embed = nn.Embedding(7, 3, sparse=True)
     return lambda t: embed(t).sum(1), [torch.tensor([[1, 2], [2, 3]])]

@@ -123,12 +123,12 @@ def tied_weights() -> Any:
     return Tied(), [torch.randint(0, 11, (2, 5))]
 
 
-@program
+@program(draws=True)
 def dropout() -> Any:
     return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.GELU(), nn.Dropout(0.1)), [torch.randn(4, 6)]
 
 
-@program
+@program(draws=True)
 def random_numbers_of_many_kinds() -> Any:
     def f(x: Tensor) -> Any:
         noise = torch.randn_like(x) + torch.rand(4) + torch.randint(0, 9, (4,))

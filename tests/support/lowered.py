@@ -10,7 +10,7 @@ from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.dtypes import parse_dtype_policy
 from omnicomp.options import Policy
 from omnicomp.passes.base import PassContext, run_pipeline
@@ -62,7 +62,7 @@ class Backend:
     def __init__(self, policy="bf16", training=False, device=None):
         self.context = PassContext(
             graph_id="g0",
-            device=device or get_device("cpu"),
+            device=device or resolve_device("cpu"),
             policy=Policy(dtype_policy=parse_dtype_policy(policy), check_passes=True),
             timeline=Timeline(),
             training=training,

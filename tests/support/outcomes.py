@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["PROGRAMS", "Outcome", "Program", "compare", "leaf", "outcome", "program"]
+__all__ = ["PROGRAMS", "Outcome", "Program", "compare", "leaf", "outcome", "prepared", "program", "run"]
 
 Make = Callable[[], tuple[Callable[..., Any], list[Any]]]
 
@@ -23,22 +23,33 @@ class Program:
         make: that function.
         tolerance: relative and absolute, of what it computes; more where it computes in half precision.
         traced: whether Dynamo itself, whatever the backend, can trace it.
+        draws: whether it draws from the process' generator, so that under threads eager is no standard either.
+        keeps: whether calls change what the function itself holds, so that threads can't share it in eager either.
     """
 
     name: str
     make: Make
     tolerance: float
     traced: bool
+    draws: bool
+    keeps: bool
 
 
 PROGRAMS: list[Program] = []
 
 
-def program(make: Make | None = None, *, tolerance: float = 1e-3, traced: bool = True) -> Any:
+def program(
+    make: Make | None = None,
+    *,
+    tolerance: float = 1e-3,
+    traced: bool = True,
+    draws: bool = False,
+    keeps: bool = False,
+) -> Any:
     """Register the maker of a program."""
 
     def register(make: Make) -> Make:
-        PROGRAMS.append(Program(make.__name__, make, tolerance, traced))
+        PROGRAMS.append(Program(make.__name__, make, tolerance, traced, draws, keeps))
         return make
 
     return register if make is None else register(make)
@@ -55,11 +66,20 @@ class Outcome:
     error: str = ""
 
 
+def prepared(program: Program) -> tuple[Callable[..., Any], list[Any]]:
+    """A program's function and inputs; the same numbers each time."""
+    torch.manual_seed(0)
+    return program.make()
+
+
 def outcome(program: Program, compile: Callable[[Any], Any], calls: int = 2) -> Outcome:
     """Run a program on inputs of its own; `compile` is what is done to the function first."""
-    torch.manual_seed(0)
-    function, inputs = program.make()
-    compiled = compile(function)
+    function, inputs = prepared(program)
+    return run(compile(function), function, inputs, calls)
+
+
+def run(compiled: Callable[..., Any], function: Callable[..., Any], inputs: list[Any], calls: int = 2) -> Outcome:
+    """Call what was made of a function, on inputs that `prepared` made."""
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     held = list(function.parameters()) + list(function.buffers()) if isinstance(function, nn.Module) else []
     results: list[Any] = []

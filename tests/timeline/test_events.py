@@ -15,6 +15,7 @@ from omnicomp.timeline import (
     Calibration,
     Capture,
     Event,
+    Memory,
     NearMiss,
     NodePlacement,
     Option,
@@ -29,7 +30,7 @@ from omnicomp.timeline import (
     Verification,
     Weights,
 )
-from omnicomp.timeline.events import event_from_dict
+from omnicomp.timeline.reading import event_from_dict
 
 WHY = Reason(code="match_ended", sentence="it ended", observed="a", needed="b", node="n", source="m.py:1", lever="do")
 EVENTS: list[Event] = [
@@ -53,6 +54,7 @@ EVENTS: list[Event] = [
     Verification(graph="g0", part="forward", subgraph="g0.forward.0/o", name="o", state="right", seconds=0.5),
     Cache(graph="g0", part="", cache="fx_graph", verdict="hit"),
     Calibration(graph="g0", state="measured", bound=1e-2, lowered=5, kept=1, before=0.5, after=1e-3, reason=WHY),
+    Memory(graph="g0", part="forward", subgraph="g0.forward.0", device="cuda", call=2, peak_bytes=3),
     Weights(graph="g0", copies=3, bytes=128, shared=64, total=256),
 ]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.dynamo import CONTROL_FLOW
+from omnicomp._torch.failures import kind_of
 from omnicomp._torch.taps import widened
 from omnicomp.accuracy import Judged, copy_of, judge
 from omnicomp.generators import generator_states
@@ -32,12 +33,14 @@ class Trial:
         state: `right`, `wrong`, or `unknown` if the two could not be compared.
         detail: the errors, or why they could not be compared.
         needed: the error that would have been accepted, if it is wrong.
+        raised: whether it is wrong as it raised where the reference did not.
         results: what the override returned, or what the reference did if the override is wrong.
     """
 
     state: str
     detail: str
     needed: str = ""
+    raised: bool = False
     results: Any = None
 
 
@@ -155,12 +158,20 @@ def try_backward(
         args, kwargs = smaller, {}
     states = generator_states(devices_of((args, kwargs)))
     try:
-        if "*" in names:
-            schema = [argument.name for argument in item.operators[0]._schema.arguments]
-            names = [name for name in schema if _is_float(_named(item, name, args, kwargs))]
-            given = _gradients(names, item, call, args, kwargs, None)
-            names = [name for name, gradient in zip(names, given, strict=True) if gradient is not None]
-        found = _gradients(names, item, call, args, kwargs, None)
+        try:
+            if "*" in names:
+                schema = [argument.name for argument in item.operators[0]._schema.arguments]
+                names = [name for name in schema if _is_float(_named(item, name, args, kwargs))]
+                given = _gradients(names, item, call, args, kwargs, None)
+                names = [name for name, gradient in zip(names, given, strict=True) if gradient is not None]
+            found = _gradients(names, item, call, args, kwargs, None)
+        except CONTROL_FLOW:
+            raise
+        except Exception as error:
+            if kind_of(error) != "graph":  # there was no memory, or no time
+                raise
+            _gradients(names, item, truth, args, kwargs, None)  # if this raises, nothing is known
+            return Trial(state="wrong", detail=f"its backward raised {first_line(error)}", raised=True)
         mine = _gradients(names, item, truth, args, kwargs, None)
         with widened(precision):
             true = _gradients(names, item, truth, args, kwargs, precision)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from omnicomp.kept import folder, write_whole
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.timeline import Reason
 
@@ -133,8 +134,6 @@ def _device_name(device: torch.device) -> str:
 
 
 def _path(kind: str, key: str) -> Path:
-    from omnicomp.verdicts import folder  # it needs the lowerings, which need this
-
     return folder() / "overrides" / kind / f"{key}.json"
 
 
@@ -147,8 +146,6 @@ def _read(kind: str, key: str) -> dict[str, Any] | None:
 
 
 def _write(kind: str, key: str, data: dict[str, Any]) -> str:
-    from omnicomp.verdicts import write_whole
-
     try:
         write_whole(_path(kind, key), json.dumps(data))
     except OSError as error:

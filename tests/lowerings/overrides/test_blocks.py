@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import omnicomp
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects, find_blocks
 from omnicomp.lowerings.overrides.registry import unregister
@@ -75,7 +75,7 @@ def apply(module: GraphModule) -> tuple[NodePlacement, ...]:
     context = LoweringContext(
         graph_id="g0",
         part="",
-        device=get_device("cpu"),
+        device=resolve_device("cpu"),
         policy=parse(None, {"lowerings": ["override", "eager"]}),
         timeline=current(),
     )

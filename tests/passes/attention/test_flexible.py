@@ -8,7 +8,7 @@ import torch
 from fusion import fuse, inputs
 from traced import site_of
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.options import Policy
 from omnicomp.passes.attention.flexible import flex_pays
 from omnicomp.passes.attention.form import dense_form
@@ -35,7 +35,12 @@ def pays(scores, length, monkeypatch, device="cuda"):
     form = dense_form(site, reader)
     policy, timeline = Policy(), Timeline()
     context = PassContext(
-        graph_id="g0", device=get_device("cpu"), policy=policy, timeline=timeline, training=False, root=backend.module
+        graph_id="g0",
+        device=resolve_device("cpu"),
+        policy=policy,
+        timeline=timeline,
+        training=False,
+        root=backend.module,
     )
     session = Session(backend.module, backend.trace, reader, context)
     return flex_pays(site, form, read_masking(site, form, reader), session)

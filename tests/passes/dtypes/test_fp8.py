@@ -7,7 +7,7 @@ import torch
 from lowered import Block, compiled, error, rand
 from torch import nn
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.dtypes import parse_dtype_policy
 from omnicomp.timeline import NearMiss, Rewrite
 
@@ -21,7 +21,7 @@ class Device:
     lowerings = ("eager",)
 
     def capabilities(self):
-        can = get_device("cpu").capabilities()
+        can = resolve_device("cpu").capabilities()
         return dataclasses.replace(can, storage_dtypes=(*can.storage_dtypes, FLOAT8))
 
 
@@ -93,7 +93,7 @@ def test_everything_else_computes_in_bfloat16():
     [
         (nn.Linear(32, 24), 4, None, {}, "sizes"),
         (nn.Linear(32, 32), 0, None, {}, "empty"),
-        (nn.Linear(32, 32), 4, get_device("cpu"), {}, "no float8"),
+        (nn.Linear(32, 32), 4, resolve_device("cpu"), {}, "no float8"),
         (nn.Linear(32, 32), 4, None, {"compute": "fp16"}, "bfloat16"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from lowered import BOUND, DTYPES, check, compiled, error, rand
 
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.timeline import Rewrite
 
 
@@ -53,7 +53,7 @@ def test_attention_mask_is_clamped_where_the_kernel_needs_the_dtype(policy, fill
 @pytest.mark.parametrize("policy", DTYPES)
 def test_attention_mask_on_cuda(policy, fill):
     operands = masked_operands(fill, "cuda")
-    fn, _ = compiled(masked_attention, policy, device=get_device("cuda"))
+    fn, _ = compiled(masked_attention, policy, device=resolve_device("cuda"))
     actual, expected = fn(*operands), masked_attention(*operands)
     if policy == "fp16":  # see the test above for that row
         actual[1, :, 2] = expected[1, :, 2] = 0

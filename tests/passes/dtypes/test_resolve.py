@@ -8,7 +8,7 @@ import torch
 from lowered import check, compiled, rand
 
 from omnicomp import speeds
-from omnicomp.devices import get_device
+from omnicomp.devices import resolve_device
 from omnicomp.dtypes import PRESETS, parse_dtype_policy
 from omnicomp.passes.dtypes import resolve as module
 from omnicomp.passes.dtypes.resolve import resolve, slowness
@@ -22,7 +22,7 @@ class Device:
 
     def __init__(self, kind="cpu", **capabilities):
         self.type = kind
-        self._capabilities = dataclasses.replace(get_device("cpu").capabilities(), **capabilities)
+        self._capabilities = dataclasses.replace(resolve_device("cpu").capabilities(), **capabilities)
 
     def capabilities(self):
         return self._capabilities
