@@ -1,4 +1,4 @@
-"""The command line: `omnicomp run`, `omnicomp audit`, `omnicomp bisect`, `omnicomp doctor`.
+"""The command line: `omnicomp run`, `audit`, `bisect`, `doctor`, `bringup`, `conformance`.
 
 Exit status: 0 if all is well, 1 if the user's program failed or something needed is missing, 2 for bad input. A
 program that ends itself keeps its own status.
@@ -144,3 +144,41 @@ def doctor_command(
     found = examine(device)
     sys.stdout.write(to_json(found) if json else to_text(found))
     raise typer.Exit(1 if any(check.status == "missing" for check in found) else 0)
+
+
+@app.command("bringup", help="Take every operator of a model through the steps on a device; say what to write next.")
+def bringup_command(
+    model: Annotated[
+        str, typer.Argument(help="bert, llama, vit, t5, resnet, or file.py:function that returns a module and inputs.")
+    ],
+    device: Annotated[str, typer.Option(help="The device type.")],
+    json: Annotated[Path | None, typer.Option(help="Write the table to this JSON file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the table to this HTML file.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Take the backward as well.")] = False,
+    lowering: Annotated[list[str] | None, typer.Option(help="Only these lowerings of omni.")] = None,
+    size: Annotated[str, typer.Option(help="Size of omnicomp's own models: tiny, cpu or gpu.")] = "tiny",
+    setup: Annotated[str, typer.Option(metavar="FILE.PY:FUNCTION", help="Called first.")] = "",
+) -> None:
+    """Take every operator of a model through the steps on a device."""
+    from omnicomp.cli.bringup import run_bringup
+
+    code = run_bringup(
+        model, device, size=size, training=train, lowerings=lowering or (), setup=setup, json=json, html=html
+    )
+    raise typer.Exit(code)
+
+
+@app.command("conformance", help="Check that a device keeps what torch and omnicomp ask of it.")
+def conformance_command(
+    device: Annotated[str, typer.Argument(help="The device type.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small choice of operators and models.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the checks to this JSON file.")] = None,
+    operators: Annotated[str, typer.Option(metavar="PATTERNS", help="Only these operators, by shell patterns.")] = "",
+    group: Annotated[list[str] | None, typer.Option(help="Only these groups of checks.")] = None,
+    setup: Annotated[str, typer.Option(metavar="FILE.PY:FUNCTION", help="Called first.")] = "",
+) -> None:
+    """Check that a device keeps what torch and omnicomp ask of it."""
+    from omnicomp.cli.conformance import run_conformance
+
+    code = run_conformance(device, quick=quick, setup=setup, operators=operators, groups=group, json=json)
+    raise typer.Exit(code)
