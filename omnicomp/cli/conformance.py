@@ -1,0 +1,36 @@
+"""`omnicomp conformance`: whether a device keeps what torch and omnicomp ask of it, one line a check."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omnicomp.cli.views import check_writable, write
+from omnicomp.testing.conformance import conformance, to_text
+
+__all__ = ["run_conformance"]
+
+
+def run_conformance(
+    device: str, *, quick: bool, setup: str, operators: str, groups: Sequence[str] | None, json: Path | None
+) -> int:
+    """Print each check as it ends, then one line; write the JSON.
+
+    Returns:
+        0 if the device conforms, 1 if not.
+
+    Raises:
+        OmnicompError: the device is unknown or not there, or the file can't be written; nothing has run yet.
+    """
+    if json is not None:
+        check_writable(json)
+    found = conformance(
+        device,
+        quick=quick,
+        setup=setup,
+        operators=operators,
+        groups=groups,
+        say=lambda result: print(to_text(result), flush=True),
+    )
+    print(found.summary())
+    if json is not None:
+        write(json, found.to_json())
+    return 0 if found.ok else 1

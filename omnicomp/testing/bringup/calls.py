@@ -1,0 +1,174 @@
+"""Every distinct operator call of a model: operator, dtypes, class of shapes, and how often."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter
+from torch.utils._pytree import tree_leaves, tree_map
+
+from omnicomp._torch.aot import compile_graph
+from omnicomp._torch.dispatcher import HigherOrderOperator, OpOverload, hearing, qualified_name, unheard
+from omnicomp.testing.bringup.source import Subject
+from omnicomp.testing.transfer import kept
+
+__all__ = ["Call", "Capture", "capture"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Call:
+    """Calls of one operator with the same dtypes and the same class of shapes.
+
+    Attributes:
+        operator: what is called.
+        name: `aten::add.Tensor`.
+        dtypes: of its tensors, in the order of the arguments.
+        shapes: for each tensor its dimensions and whether it is `strided` (not contiguous), `broadcast` (a stride of 0)
+            or `empty`.
+        args: positional arguments of the first call, on the CPU.
+        kwargs: keyword arguments of the first call.
+        count: how often it is called.
+        captured: whether it is called in a graph of torch.compile; else between them, in eager.
+        parts: `forward`, `backward` or `inference`.
+    """
+
+    operator: OpOverload
+    name: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    count: int = 0
+    captured: bool = False
+    parts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capture:
+    """What torch.compile sees of a model.
+
+    Attributes:
+        calls: distinct calls, the most frequent first.
+        graphs: how many graphs were captured.
+        note: why the model is not one graph; empty if it is.
+    """
+
+    calls: tuple[Call, ...]
+    graphs: int
+    note: str = ""
+
+
+class _Collector:
+    """A backend of torch.compile that runs graphs after autograd as they are, and notes each operator."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[Any, ...], Call] = {}
+        self.graphs = 0
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Any:
+        del ignored
+        self.graphs += 1
+        return compile_graph(gm, inputs, self._part)
+
+    def _part(
+        self, module: GraphModule, inputs: Sequence[Any], *, is_backward: bool = False, is_inference: bool = False
+    ) -> Callable[[list[Any]], Any]:
+        del inputs
+        part = "backward" if is_backward else "inference" if is_inference else "forward"
+        note = self.note
+
+        class Noting(Interpreter):
+            def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                note(target, args, kwargs, captured=True, part=part)
+                return super().call_function(target, args, kwargs)
+
+        def run(values: list[Any]) -> Any:
+            # What runs between the graphs is heard; what runs in them is noted already.
+            with unheard():
+                return Noting(module).run(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def note(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, captured: bool, part: str = ""
+    ) -> None:
+        if isinstance(target, HigherOrderOperator) or not isinstance(target, OpOverload):
+            return
+        tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+        name = qualified_name(target)
+        dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        shapes = tuple(map(_shape, tensors))
+        key = (name, dtypes, shapes)
+        call = self.calls.get(key)
+        if call is None:
+            sample = tree_map(lambda leaf: kept(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs)))
+            call = Call(
+                operator=target, name=name, dtypes=dtypes, shapes=shapes, args=tuple(sample[0]), kwargs=sample[1]
+            )
+            self.calls[key] = call
+        call.count += 1
+        call.captured |= captured
+        if part and part not in call.parts:
+            call.parts = (*call.parts, part)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    words = [f"{tensor.dim()}d"]
+    if tensor.layout is not torch.strided:
+        return f"{words[0]} {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.numel() == 0:
+        words.append("empty")
+    elif any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        words.append("broadcast")
+    elif not tensor.is_contiguous():
+        words.append("strided")
+    return " ".join(words)
+
+
+def capture(subject: Subject, *, training: bool = False) -> Capture:
+    """Run a model on the CPU, in as few graphs as torch.compile makes of it, and note every operator.
+
+    Args:
+        subject: the model with its inputs.
+        training: whether the backward is run too.
+
+    Raises:
+        Exception: whatever the model itself raises in eager.
+    """
+    note, whole = "", _Collector()
+    torch.compiler.reset()
+    try:
+        _run(subject, torch.compile(subject.model, backend=whole, fullgraph=True), training=training)
+        return _ordered(whole, "")
+    except Exception as error:  # noqa: BLE001 - becomes the note
+        note = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    parts = _Collector()
+    torch.compiler.reset()
+    compiled = torch.compile(subject.model, backend=parts)
+    _run(subject, compiled, training=training)
+    parts.calls.clear()
+
+    def heard(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        parts.note(target, args, kwargs, captured=False)
+
+    with hearing(heard):
+        _run(subject, compiled, training=training)
+    return _ordered(parts, note)
+
+
+def _ordered(found: _Collector, note: str) -> Capture:
+    calls = sorted(found.calls.values(), key=lambda call: (-call.count, call.name, call.dtypes, call.shapes))
+    return Capture(calls=tuple(calls), graphs=found.graphs, note=note)
+
+
+def _run(subject: Subject, call: Callable[..., Any], *, training: bool) -> None:
+    torch.manual_seed(0)
+    if not training:
+        with torch.no_grad():
+            call(*subject.args, **subject.kwargs)
+        return
+    subject.model.zero_grad()
+    subject.loss(call(*subject.args, **subject.kwargs)).backward()
+    subject.model.zero_grad()

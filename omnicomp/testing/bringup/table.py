@@ -1,0 +1,287 @@
+"""What was found of each call of a model, and what an integrator writes next, most valuable first."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from omnicomp.testing.bringup.ladder import STEPS
+from omnicomp.testing.bringup.source import check_name
+from omnicomp.testing.isolated import Outcome, run_isolated
+
+__all__ = ["Bringup", "Next", "Row", "bringup", "cells"]
+
+SCHEMA: Final = 1
+_SUITE: Final = "omnicomp.testing.bringup.ladder:jobs"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One distinct call of the model.
+
+    Attributes:
+        operator: `aten::add.Tensor`.
+        dtypes: of its tensors.
+        shapes: classes of their shapes.
+        calls: how often the model calls it.
+        parts: `forward`, `backward` or `inference`; empty if it runs outside of the captured graphs.
+        steps: `yes`, `no` or an empty string (not reached) for each of `STEPS`.
+        kernel: what eager on the device has: `native`, `composite`, `fallback`, `missing`, `wrong` or `crashed`.
+        needs: the operators whose kernels decide, with how often one call of this takes each.
+        required: those of them, and the operator itself, that torch has no kernel of for any device.
+        lowering: what ran the compiled call.
+        reason: what is wrong, or empty.
+    """
+
+    operator: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    calls: int
+    parts: tuple[str, ...] = ()
+    steps: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    kernel: str = ""
+    needs: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    required: tuple[str, ...] = ()
+    lowering: str = ""
+    reason: str = ""
+
+    @property
+    def matched(self) -> bool:
+        """Whether the compiled call equals the CPU's."""
+        return self.steps.get("matched") == "yes"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it matched, and where it runs in eager it is right there too."""
+        outside = self.steps.get("captured") == "no"
+        return self.matched and not (outside and self.kernel in ("missing", "wrong", "crashed"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Next:
+    """A kernel to write.
+
+    Attributes:
+        operator: `aten::add.out`.
+        state: `missing`, `wrong`, `crashed`, `fallback` (runs on the CPU) or `compiled` (missing in eager only).
+        blocks: how many calls of the model do not come through without it; for `fallback` and `compiled`, how many
+            calls it serves.
+        required: whether torch has no kernel for any device.
+        of: the operators of the model that need it.
+    """
+
+    operator: str
+    state: str
+    blocks: int
+    required: bool
+    of: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bringup:
+    """How far a device is with a model.
+
+    Attributes:
+        model: its name.
+        device: the device type.
+        training: whether the backward was taken as well.
+        graphs: how many graphs torch.compile makes of the model.
+        note: why it is more than one; empty otherwise.
+        rows: distinct calls, the most frequent first.
+        whole: `matched`, `reason`, `summary` and `fallbacks` of the model as a whole.
+        census: how many of all of torch's operators are `native`, `composite`, `fallback` and `missing` on the device.
+    """
+
+    model: str
+    device: str
+    training: bool
+    graphs: int
+    note: str
+    rows: tuple[Row, ...]
+    whole: Mapping[str, Any]
+    census: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+    @property
+    def ok(self) -> bool:
+        """Whether every call and the model as a whole match the CPU."""
+        return all(row.ok for row in self.rows) and bool(self.whole["matched"])
+
+    @property
+    def calls(self) -> int:
+        """Operator calls of one run of the model."""
+        return sum(row.calls for row in self.rows)
+
+    def kernels(self) -> dict[str, int]:
+        """Calls of the model by what eager on the device has for them."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            counts[row.kernel] += row.calls
+        return dict(counts)
+
+    def next(self) -> tuple[Next, ...]:
+        """Kernels to write: first those without which calls do not come through, by how many; then the fallbacks."""
+        blocks: dict[tuple[str, str], int] = {}
+        origins: dict[tuple[str, str], dict[str, None]] = {}
+        required: dict[str, bool] = {}
+        for row in self.rows:
+            state = _state(row)
+            if not state:
+                continue
+            for operator, times in (row.needs or {row.operator: 1}).items():
+                key = (operator, state)
+                blocks[key] = blocks.get(key, 0) + row.calls * (times if state == "fallback" else 1)
+                origins.setdefault(key, {})[row.operator] = None
+                required[operator] = required.get(operator, False) or operator in row.required
+        order = {state: rank for rank, state in enumerate(_ORDER)}
+        keys = sorted(blocks, key=lambda key: (order[key[1]] >= order["fallback"], -blocks[key], key))
+        return tuple(
+            Next(operator=key[0], state=key[1], blocks=blocks[key], required=required[key[0]], of=tuple(origins[key]))
+            for key in keys
+        )
+
+    def to_json(self) -> str:
+        """`{"schema": 1, "model", "device", "ok", "next": [...], "rows": [...], "whole": {...}, ...}`."""
+        body = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "device": self.device,
+            "torch": torch.__version__,
+            "training": self.training,
+            "ok": self.ok,
+            "graphs": self.graphs,
+            "note": self.note,
+            "calls": self.calls,
+            "kernels": self.kernels(),
+            "next": [dataclasses.asdict(each) for each in self.next()],
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "whole": dict(self.whole),
+            "census": dict(self.census),
+        }
+        return json.dumps(body, indent=2) + "\n"
+
+    def summary(self) -> str:
+        """One line."""
+        done = sum(row.calls for row in self.rows if row.ok)
+        blocked = sum(1 for each in self.next() if each.state not in ("fallback", "compiled"))
+        fallbacks = sum(1 for each in self.next() if each.state == "fallback")
+        told = [f"{done} of {self.calls} operator calls match the CPU"]
+        told += [f"{blocked} {'operator is' if blocked == 1 else 'operators are'} missing or wrong"] if blocked else []
+        told += [f"in eager, {fallbacks} {'runs' if fallbacks == 1 else 'run'} on the CPU"] if fallbacks else []
+        told.append("the whole model matches" if self.whole["matched"] else "the whole model does not match")
+        return f"{self.model} on {self.device}: {'; '.join(told)}"
+
+
+_ORDER: Final = ("missing", "wrong", "crashed", "fallback", "compiled")
+
+
+def _state(row: Row) -> str:
+    if row.kernel == "crashed":
+        return "crashed"
+    if not row.ok:
+        return "missing" if row.kernel == "missing" else "wrong"
+    if row.kernel in ("missing", "wrong"):
+        return "compiled"
+    return "fallback" if row.kernel == "fallback" else ""
+
+
+def bringup(
+    model: str,
+    device: str,
+    *,
+    size: str = "tiny",
+    training: bool = False,
+    lowerings: Sequence[str] = (),
+    setup: str = "",
+    seconds: float = 300.0,
+    say: Callable[[Row], None] | None = None,
+) -> Bringup:
+    """Take every distinct call of a model through the steps on a device, each in a process that may crash.
+
+    Args:
+        model: a key of `omnicomp.testing.models.MODELS`, `file.py:function` or `module:function`.
+        device: a device type.
+        size: of omnicomp's own models.
+        training: whether the backward is taken as well.
+        lowerings: omnicomp's option of that name; nothing for what the device has.
+        setup: `file.py:function` or `module:function` that is called first in the process.
+        seconds: that one call may take.
+        say: gets each row as it comes.
+
+    Raises:
+        OmnicompError: there is no such model or device, or building the model raises.
+    """
+    check_name(model, size)
+    arguments = {"model": model, "device": device, "size": size, "training": training, "setup": setup}
+    running = run_isolated(_SUITE, {**arguments, "lowerings": list(lowerings)}, seconds=seconds)
+    first = next(running)
+    listed: dict[str, Any] = first.result or {"calls": [], "graphs": 0, "note": first.crashed or first.raised}
+    rows: list[Row] = []
+    whole: Mapping[str, Any] = {"matched": False, "reason": "", "summary": "", "fallbacks": {}}
+    for outcome in running:
+        if outcome.name == "model":
+            whole = outcome.result or {**whole, "reason": _went_wrong(outcome)}
+            continue
+        row = _row(listed["calls"][int(outcome.name.split()[1])], outcome)
+        rows.append(row)
+        if say is not None:
+            say(row)
+    return Bringup(
+        model=model,
+        device=device,
+        training=training,
+        graphs=listed["graphs"],
+        note=listed["note"],
+        rows=tuple(rows),
+        whole=whole,
+        census=listed.get("census", {}),
+    )
+
+
+def _row(call: Mapping[str, Any], outcome: Outcome) -> Row:
+    head: dict[str, Any] = {
+        "operator": call["name"],
+        "dtypes": tuple(call["dtypes"]),
+        "shapes": tuple(call["shapes"]),
+        "calls": call["count"],
+        "parts": tuple(call["parts"]),
+    }
+    if outcome.result is None:
+        steps = {**dict.fromkeys(STEPS, ""), "captured": "yes" if call["captured"] else "no"}
+        kernel = "crashed" if outcome.crashed else "wrong"
+        return Row(**head, steps=steps, kernel=kernel, needs={call["name"]: 1}, reason=_went_wrong(outcome))
+    body: dict[str, Any] = {**head, **outcome.result, "required": tuple(outcome.result["required"])}
+    return Row(**body)
+
+
+def _went_wrong(outcome: Outcome) -> str:
+    if outcome.crashed:
+        last = [line.strip() for line in outcome.tail.splitlines() if line.strip()][-1:]
+        words = f"; its last words: {last[0][:200]}" if last else ""
+        return f"the interpreter ended: {outcome.crashed}{words}"
+    return outcome.raised.strip().splitlines()[-1][:300]
+
+
+def cells(row: Row) -> Iterator[str]:
+    """Texts of a row for every view: operator, dtypes, shapes, calls, kernel, one mark a step, what ran, reason."""
+    yield row.operator.removeprefix("aten::")
+    yield ", ".join(_runs(row.dtypes))
+    yield ", ".join(_runs(row.shapes))
+    yield str(row.calls)
+    yield row.kernel
+    yield from (row.steps[step] for step in STEPS)
+    yield row.lowering
+    yield row.reason
+
+
+def _runs(words: Sequence[str]) -> Iterator[str]:
+    """`float32 x3` for a word that comes three times in a row."""
+    place = 0
+    while place < len(words):
+        end = place
+        while end < len(words) and words[end] == words[place]:
+            end += 1
+        yield words[place] if end == place + 1 else f"{words[place]} x{end - place}"
+        place = end

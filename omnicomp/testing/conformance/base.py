@@ -1,0 +1,146 @@
+"""What a check is: a function of a session with the device, which returns what it found, or says what is wrong."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from omnicomp.devices import Device
+
+__all__ = ["CHECKS", "Check", "CheckFailed", "CheckSkipped", "Session", "check", "expect", "run_check"]
+
+
+class CheckFailed(Exception):
+    """A device does not keep what was checked."""
+
+    def __init__(self, found: str, todo: str = "") -> None:
+        super().__init__(found)
+        self.found, self.todo = found, todo
+
+
+class CheckSkipped(Exception):
+    """A check that asks nothing of this device; its message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """A device under check.
+
+    Attributes:
+        device: by its contract.
+        quick: whether the small choice of operators and models is meant.
+    """
+
+    device: Device
+    quick: bool = True
+
+    @property
+    def type(self) -> str:
+        """The device type, for example `cuda`."""
+        return self.device.type
+
+    @property
+    def module(self) -> Any:
+        """`torch.<type>`, or None."""
+        return getattr(torch, self.type, None)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the CPU itself, which is what the others are compared with."""
+        return self.type == "cpu"
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return max(1, self.device.capabilities().device_count)
+
+    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device."""
+        return tensor.detach().clone() if self.is_host else tensor.detach().to(self.type)
+
+    def require(self, name: str) -> Any:
+        """A member of the device module; the check is left out where there is none."""
+        found = getattr(self.module, name, None)
+        if found is None:
+            raise CheckSkipped(f"torch.{self.type} has no {name}")
+        return found
+
+    def usable(self, after: str) -> None:
+        """See that the device still computes.
+
+        Raises:
+            CheckFailed: it does not.
+        """
+        try:
+            got = (torch.arange(8.0, device=self.type) + 1).sum().item()
+        except Exception as error:
+            raise CheckFailed(
+                f"after {after} nothing runs any more: {line(error)}", "leave the driver's state as it was"
+            ) from error
+        expect(got == 36.0, f"after {after}, 1 + ... + 8 is {got}", "leave the driver's state as it was")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """A check.
+
+    Attributes:
+        name: `group.subject`.
+        todo: what to do if it fails, unless the failure says something better.
+        run: does it; returns what it found.
+        quick: whether it is part of the quick suite.
+    """
+
+    name: str
+    todo: str
+    run: Callable[[Session], str]
+    quick: bool = True
+
+
+CHECKS: Final[dict[str, Check]] = {}
+"""All checks but those of single operators, in the order in which the modules declare them."""
+
+
+def check(
+    name: str, todo: str, *, quick: bool = True
+) -> Callable[[Callable[[Session], str]], Callable[[Session], str]]:
+    """Declare a check: a function of a `Session` that returns what it found."""
+
+    def declare(run: Callable[[Session], str]) -> Callable[[Session], str]:
+        CHECKS[name] = Check(name=name, todo=todo, run=run, quick=quick)
+        return run
+
+    return declare
+
+
+def expect(holds: Any, found: str, todo: str = "") -> None:
+    """Fail the check unless something holds.
+
+    Raises:
+        CheckFailed: it does not.
+    """
+    if not holds:
+        raise CheckFailed(found, todo)
+
+
+def line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def run_check(found: Check, session: Session) -> dict[str, Any]:
+    """Run one check.
+
+    Returns:
+        `verdict` (`passed`, `failed` or `skipped`), `found` and `todo`.
+    """
+    try:
+        return {"verdict": "passed", "found": found.run(session), "todo": ""}
+    except CheckSkipped as skipped:
+        return {"verdict": "skipped", "found": str(skipped), "todo": ""}
+    except CheckFailed as failed:
+        return {"verdict": "failed", "found": failed.found, "todo": failed.todo or found.todo}
+    except Exception as error:  # noqa: BLE001 - becomes what was found
+        return {"verdict": "failed", "found": line(error), "todo": found.todo}
