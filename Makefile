@@ -11,7 +11,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,bench,lint]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,bench,lint,sim]'
 	touch $@
 
 demo: $(INSTALLED)  ## compile a real model, compare it with Inductor, print the audit and write examples/audit.html

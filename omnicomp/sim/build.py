@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Final
+from unittest import mock
 
 import torch
 
@@ -74,12 +75,17 @@ def missing() -> tuple[str, ...]:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         found.append(f"no C++ compiler: {compiler!r} is not in PATH; install one (g++ or clang++), or name it in CXX")
-    if shutil.which("ninja") is None:
+    if shutil.which("ninja", path=_path()) is None:
         found.append("no ninja in PATH; `pip install omnicomp[sim]`")
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not headers.exists():
         found.append(f"no headers of Python: {headers} is not there; install Python's development package")
     return tuple(found)
+
+
+def _path() -> str:
+    """Where programs are looked for: also beside Python, as a virtual environment need not be activated."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 def load_driver(say: Callable[[str], object] | None = None) -> ModuleType:
@@ -126,12 +132,13 @@ def _build(folder: Path, say: Callable[[str], object]) -> None:
     start = time.perf_counter()
     (folder / "lock").unlink(missing_ok=True)  # torch's own lock, left by a build that was killed; we hold another one
     try:
-        cpp_extension.load(
-            name=_name(folder),
-            sources=[str(path) for path in _sources() if path.suffix == ".cpp"],
-            extra_cflags=list(_FLAGS),
-            build_directory=str(folder),
-        )
+        with mock.patch.dict(os.environ, PATH=_path()):
+            cpp_extension.load(
+                name=_name(folder),
+                sources=[str(path) for path in _sources() if path.suffix == ".cpp"],
+                extra_cflags=list(_FLAGS),
+                build_directory=str(folder),
+            )
     except (RuntimeError, subprocess.CalledProcessError, ImportError) as error:
         raise DeviceError(f"the simulated device can't be built: {error}") from error
     (folder / "complete").write_text(f"{torch.__version__}\n{_compiler()}\n", encoding="utf-8")

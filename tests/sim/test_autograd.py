@@ -118,3 +118,13 @@ def test_a_backward_on_the_host_may_come_before_the_device(in_process: Any) -> N
     )
     result = in_process(program)
     assert result.stdout.strip() == "[2.0, 2.0, 2.0]", result.stderr
+
+
+def test_batch_norm_keeps_running_statistics(sim: Any) -> None:
+    ours, host = nn.BatchNorm1d(3).to("sim"), nn.BatchNorm1d(3)
+    for _ in range(2):
+        x = torch.randn(4, 3, 5)
+        torch.testing.assert_close(ours(x.to("sim")).cpu(), host(x))
+        for name, value in host.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[name].cpu(), value)
+    assert not sim.fallbacks(), "a fallback would lose them: the schema does not say that they are written"

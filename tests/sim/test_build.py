@@ -32,6 +32,7 @@ def test_a_missing_compiler_is_named_with_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: "")
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler: 'no-such-c.*no ninja.*omnicomp\[sim\]"):
         build.load_driver()
 

@@ -233,11 +233,13 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 // The operators that the library has. Those with out= are structured: torch makes the other forms of them itself. (The
-// structured form of mse_loss gives its out= two sizes in turn, with a warning; so it is taken without.)
+// structured form of mse_loss gives its out= two sizes in turn, with a warning; so it is taken without.) Batch norms are
+// here as their schemas do not say that running statistics are written: what runs on copies would lose that.
 constexpr std::array kLibrary{
     "mm.out", "addmm.out", "bmm.out", "baddbmm.out", "addmv.out",
     "sum.IntList_out", "mean.out",
     "_softmax_backward_data.out", "_log_softmax_backward_data.out", "native_layer_norm_backward",
+    "native_batch_norm", "native_batch_norm.out", "native_batch_norm_backward", "batch_norm_update_stats",
     "mse_loss", "mse_loss_backward", "nll_loss_forward.output", "nll_loss_backward.grad_input",
 };
 
