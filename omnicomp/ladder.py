@@ -134,8 +134,6 @@ class _Builder:
             compiled = inductor.compile_part(
                 self._module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
             )
-        if self._budget.changed:
-            not_kept(compiled)
         record.emit(time.perf_counter() - start, inductor.artefact_path(compiled))
         record.emit_cache(lookups)
         if not isinstance(compiled, inductor.CompiledFxGraph):
@@ -162,7 +160,7 @@ class _Builder:
                 record.emit_ran(_with_verdict(executable(compiled), verifier), witness)
 
         inductor.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
-        return compiled
+        return not_kept(compiled) if self._budget.changed else compiled
 
     def _verifier(
         self, module: GraphModule, inputs: Sequence[Any], subgraph: str, overwritten: frozenset[str]

@@ -116,10 +116,17 @@ def failure_of_autotuning(error: BaseException) -> BaseException | None:
     return None
 
 
-def not_kept(compiled: Any) -> None:
-    """Keep AOTAutograd's cache from storing a part: it is not what its key stands for."""
-    if getattr(compiled, "_fx_graph_cache_key", None) is not None:
-        compiled._fx_graph_cache_key = None
+def not_kept(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A part that AOTAutograd's cache does not store, as it is not what its key stands for.
+
+    That cache stores what has a key. Torch 2.11 asks whether there is such an attribute, whatever its value.
+    """
+
+    def call(inputs: list[Any]) -> Any:
+        return compiled(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 # ---- what the wrapped functions do

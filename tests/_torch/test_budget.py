@@ -284,7 +284,9 @@ def test_a_part_that_is_not_what_its_key_says_is_not_kept() -> None:
     class Compiled:
         _fx_graph_cache_key = "key"
 
-    compiled = Compiled()
-    not_kept(compiled)
-    not_kept(object())
-    assert compiled._fx_graph_cache_key is None
+        def __call__(self, inputs: list[int]) -> list[int]:
+            return [*inputs, 1]
+
+    part = not_kept(Compiled())
+    assert not hasattr(part, "_fx_graph_cache_key")
+    assert part([2]) == [2, 1]
