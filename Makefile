@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-torch lint format bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,13 @@ demo: $(INSTALLED)  ## compile a real model, compare it with Inductor, print the
 
 test: $(INSTALLED)  ## the whole test suite
 	$(BIN)/python -m pytest
+
+TORCH ?= 2.11.0
+test-torch:  ## the devices' tests with another torch, in an environment of its own: make test-torch TORCH=2.15.0
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --editable '.[test,sim]'
+	.venv-torch-$(TORCH)/bin/python -m pytest tests/devices tests/sim
 
 lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/ruff check .

@@ -182,3 +182,25 @@ def conformance_command(
 
     code = run_conformance(device, quick=quick, setup=setup, operators=operators, groups=group, json=json)
     raise typer.Exit(code)
+
+
+new_app = typer.Typer(no_args_is_help=True, help="Write a package to start from.")
+app.add_typer(new_app, name="new")
+
+
+@new_app.callback()
+def _new() -> None:
+    """Write a package to start from."""
+
+
+@new_app.command("device", help="Write a package for a device from outside: contract, C++ driver, Inductor, tests.")
+def new_device_command(
+    name: Annotated[str, typer.Argument(help="The device type, as torch is to name it.")],
+    path: Annotated[Path, typer.Option(help="The folder that omnicomp-NAME is made in.")] = Path(),
+) -> None:
+    """Write a package for a device from outside."""
+    from omnicomp.cli.new import next_steps, write_device
+
+    written = write_device(name, path)
+    print("\n".join(map(str, written)))
+    print(f"\nNext:\n{next_steps(name, path / f'omnicomp-{name}')}")

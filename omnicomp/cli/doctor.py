@@ -10,16 +10,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import omnicomp
-from omnicomp._torch import registrations
+from omnicomp._torch import privateuse, registrations
 from omnicomp._torch.inductor import cache_dir
-from omnicomp.devices import Device, device_names, load_errors, resolve_device
+from omnicomp.devices import GROUP, Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.dtypes import PRESET_OF, short
 from omnicomp.errors import DeviceError
@@ -33,6 +33,8 @@ OLDEST_TORCH: Final = (2, 11)
 OLDEST_PYTHON: Final = (3, 10)
 _BACKENDS: Final = "torch_dynamo_backends"
 _ENGINES: Final = "omnicomp.engines"
+# What most readers are here for: each says by itself why it is not available.
+_ALWAYS: Final = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +64,17 @@ def examine(device: str | None = None) -> list[Check]:
         DeviceError: omnicomp knows no such device.
     """
     names = device_names()
-    if device is not None and device.split(":", 1)[0] not in names:
+    base = "" if device is None else device.split(":", 1)[0]
+    if device is not None and base not in names and not privateuse.is_known(base):
         resolve_device(device)  # raises, and says what is known
-    chosen = names if device is None else (device.split(":", 1)[0],)
+    chosen = names if device is None else (base,)
     checks: list[Callable[[], Iterator[Check]]] = [_python, _torch, _omnicomp, _entry_point]
-    checks += [_device_check(name, required=device is not None) for name in chosen]
+    if device is None:
+        checks += [_device_check(name) for name in chosen if name in _ALWAYS]
+        checks.append(lambda: _other_devices([name for name in chosen if name not in _ALWAYS]))
+    else:
+        checks.append(_device_check(base, required=True))
+        checks.append(lambda: _pieces(base))
     checks += [_device_plugins, lambda: _triton(chosen), lambda: _compiler(chosen)]
     checks += [_overrides, _engines, _cache, _timeline, _attestation, _clash]
     return [check for run in checks for check in run()]
@@ -137,9 +145,29 @@ def _entry_point() -> Iterator[Check]:
         yield Check(name=name, status="ok", found=f"entry point resolves to {ours[0].value}")
 
 
-def _device_check(name: str, *, required: bool) -> Callable[[], Iterator[Check]]:
+def _other_devices(names: Sequence[str]) -> Iterator[Check]:
+    """Those that are there, each as by itself, and one line for all that are not."""
+    absent: list[str] = []
+    for name in names:
+        found = list(_device_check(name)())
+        if found[0].status == "note":
+            absent.append(name)
+        else:
+            yield from found
+    if absent:
+        todo = "`omnicomp doctor --device NAME` says what is missing"
+        yield Check(name="other devices", status="note", found=f"not available: {', '.join(absent)}", todo=todo)
+
+
+def _device_check(name: str, *, required: bool = False) -> Callable[[], Iterator[Check]]:
     def check() -> Iterator[Check]:
         label = f"device {name}"
+        if name not in device_names():
+            found = "torch knows it, and omnicomp has no contract for it"
+            broken = "".join(f" ({entry}: {why})" for entry, why in load_errors().items() if name in entry)
+            todo = f"install the package that declares it in the entry-point group {GROUP}, or repair it{broken}"
+            yield Check(name=label, status="missing", found=found, todo=todo)
+            return
         try:
             device = resolve_device(name)
         except DeviceError as error:
@@ -193,6 +221,24 @@ def _registered(device: Device) -> Check:
     return Check(name=label, status="missing" if needed else "note", found=missing, todo=todo)
 
 
+# Without these there is no device; the others are needed where Inductor is.
+_ALWAYS_NEEDED: Final = ("device type", "device module", "device count")
+
+
+def _pieces(name: str) -> Iterator[Check]:
+    """What torch and Inductor have of one device, piece by piece."""
+    from omnicomp.devices.inductor import registration
+
+    try:
+        compiled = resolve_device(name).capabilities().inductor
+    except DeviceError:
+        compiled = False
+    for piece in registration(name):
+        needed = compiled or piece.name in _ALWAYS_NEEDED
+        status = "ok" if piece.ok else "missing" if needed else "note"
+        yield Check(name=f"{name} {piece.name}", status=status, found=piece.found, todo=piece.lever)
+
+
 def _device_plugins() -> Iterator[Check]:
     for name, reason in load_errors().items():
         todo = "repair or uninstall the package that declares it"
@@ -206,7 +252,7 @@ def _uses(names: tuple[str, ...], *, triton: bool) -> bool:
             can = resolve_device(name).capabilities()
         except DeviceError:
             continue
-        if can.inductor and (triton == (name != "cpu")):
+        if can.inductor and triton != can.compiler.startswith("C++"):
             return True
     return False
 

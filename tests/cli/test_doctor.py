@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -11,6 +12,9 @@ import torch
 from omnicomp._torch import registrations
 from omnicomp.cli import doctor
 from omnicomp.cli.doctor import Check, examine
+from omnicomp.devices.cpu import CpuDevice
+from omnicomp.devices.cuda import CudaDevice
+from omnicomp.devices.inductor import Piece, registration
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -43,7 +47,8 @@ def test_text_has_one_line_a_check(omnicomp: Command) -> None:
 def test_an_unknown_device_is_one_sentence(omnicomp: Command) -> None:
     code, out, err = omnicomp("doctor", "--device", "cdua")
     assert (code, out) == (2, "")
-    assert err == "omnicomp: error: unknown device 'cdua'; did you mean \"cuda\"?\n"
+    assert err.startswith("omnicomp: error: unknown device 'cdua'; known devices are cpu, cuda, ")
+    assert err.endswith('; did you mean "cuda"?\n')
 
 
 def test_a_device_that_is_not_there_is_missing_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +57,56 @@ def test_a_device_that_is_not_there_is_missing_only_if_asked_for(monkeypatch: py
     check = by_name(examine("cuda"))["device cuda"]
     assert check.status == "missing"
     assert check.todo
+
+
+def test_one_device_is_reported_piece_by_piece() -> None:
+    checks = by_name(examine("cpu"))
+    pieces = [name.removeprefix("cpu ") for name in checks if name.startswith("cpu ")]
+    assert pieces == [piece.name for piece in registration("cpu")]
+    assert checks["cpu op overrides"].status == "ok"
+    assert not any(name.startswith("cpu ") for name in by_name(examine()))
+
+
+def test_each_missing_piece_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "device count": ("there is no device", "see that the driver finds a device"),
+        "op overrides": ("no DeviceOpOverrides is registered", "register it with op_overrides"),
+        "triton backend": ("the package triton is not installed", "install triton"),
+    }
+    pieces = tuple(Piece(name=name, ok=False, found=what, lever=lever) for name, (what, lever) in found.items())
+    monkeypatch.setattr("omnicomp.devices.inductor.registration", lambda name: pieces)
+
+    def seen() -> dict[str, tuple[str, str, str]]:
+        checks = by_name(examine("cpu"))
+        return {
+            name: (checks[f"cpu {name}"].status, checks[f"cpu {name}"].found, checks[f"cpu {name}"].todo)
+            for name in found
+        }
+
+    assert seen() == {name: ("missing", *texts) for name, texts in found.items()}
+    # Where nothing compiles for it, Inductor's pieces are no fault.
+    can = dataclasses.replace(CpuDevice().capabilities(), inductor=False)
+    monkeypatch.setattr(CpuDevice, "capabilities", lambda self: can)
+    assert seen() == {name: ("missing" if name == "device count" else "note", *texts) for name, texts in found.items()}
+
+
+def test_a_device_that_torch_knows_and_omnicomp_does_not() -> None:
+    checks = by_name(examine("xla"))
+    assert checks["device xla"].status == "missing"
+    assert checks["device xla"].found == "torch knows it, and omnicomp has no contract for it"
+    assert "omnicomp.devices" in checks["device xla"].todo
+    assert checks["xla device type"].status == "ok"
+    assert checks["xla device module"].status == "missing"
+
+
+def test_cpp_kernels_need_a_compiler_and_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever device they are."""
+    can = dataclasses.replace(CpuDevice().capabilities(), inductor=True, compiler="C++")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CudaDevice, "is_available", lambda self: True)
+    monkeypatch.setattr(CudaDevice, "capabilities", lambda self: can)
+    assert not doctor._uses(("cuda",), triton=True)
+    assert doctor._uses(("cuda",), triton=False)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

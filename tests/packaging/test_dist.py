@@ -48,6 +48,10 @@ def test_the_wheel_holds_the_package_and_nothing_at_the_top_level(wheel: Path) -
     assert "omnicomp/lowerings/overrides/softmax_topk/cpu.py" in names
     assert "omnicomp/py.typed" in names
     assert {"omnicomp/sim/csrc/runtime.cpp", "omnicomp/sim/csrc/runtime.h"} <= set(names)
+    assert {
+        "omnicomp/templates/device/pyproject.toml.in",
+        "omnicomp/templates/device/package/csrc/driver.cpp.in",
+    } <= set(names)
 
 
 def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:

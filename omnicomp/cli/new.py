@@ -1,0 +1,87 @@
+"""`omnicomp new device`: a package for a device from outside, complete, from the templates of `omnicomp.templates`."""
+
+import keyword
+import re
+from pathlib import Path
+from string import Template
+from typing import Final
+
+import torch
+
+import omnicomp
+from omnicomp._torch import privateuse
+from omnicomp.devices import device_names
+from omnicomp.errors import DeviceError, OmnicompError
+
+__all__ = ["TEMPLATES", "check_name", "next_steps", "write_device"]
+
+TEMPLATES: Final = Path(omnicomp.__file__).parent / "templates" / "device"
+_SUFFIX: Final = ".in"
+
+
+def check_name(name: str) -> None:
+    """See that a name can become a device type.
+
+    Raises:
+        DeviceError: it is no word of letters that torch's parser of devices takes; or torch, omnicomp or Python has
+            something of that name already.
+    """
+    if not re.fullmatch(r"[a-z][a-z_]*", name) or keyword.iskeyword(name):
+        raise DeviceError(
+            f"a device type is a word of lower-case letters and underscores, as torch has it, not {name!r}"
+        )
+    if name in ("auto", "privateuseone") or name in device_names() or privateuse.is_known(name):
+        raise DeviceError(f"there already is a device type {name!r}; choose another name")
+    for owner in (torch, torch.Tensor, torch.nn.Module):
+        if hasattr(owner, name):
+            where = "torch" if owner is torch else f"torch.{owner.__name__}"
+            raise DeviceError(f"{where}.{name} is something else already, and a device needs that name; choose another")
+
+
+def write_device(name: str, folder: Path) -> list[Path]:
+    """Write the package of a device into `folder/omnicomp-NAME`.
+
+    Args:
+        name: the device type.
+        folder: made if it is not there.
+
+    Returns:
+        The files, sorted.
+
+    Raises:
+        DeviceError: as of `check_name`.
+        OmnicompError: the package's folder exists already, or can't be written.
+    """
+    check_name(name)
+    target = folder / f"omnicomp-{name}"
+    values = {"name": name, "class_name": "".join(part.capitalize() for part in name.split("_"))}
+    written: list[Path] = []
+    try:
+        target.mkdir(parents=True)
+        for source in sorted(TEMPLATES.rglob(f"*{_SUFFIX}")):
+            parts = source.relative_to(TEMPLATES).with_suffix("").parts
+            if parts[0] == "package":
+                parts = (f"omnicomp_{name}", *parts[1:])
+            path = target.joinpath(*parts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(Template(source.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
+            written.append(path)
+    except FileExistsError as error:
+        raise OmnicompError(f"{error.filename or target} exists already; name another folder with --path") from error
+    except OSError as error:
+        raise OmnicompError(
+            f"{target} can't be written ({error.strerror or error}); name another with --path"
+        ) from error
+    return sorted(written)
+
+
+def next_steps(name: str, target: Path) -> str:
+    """What to do with a package that was written, a command a line."""
+    return "\n".join(
+        (
+            f"pip install --no-build-isolation -e {target}",
+            f"omnicomp doctor --device {name}",
+            f"omnicomp conformance {name} --quick",
+            f"omnicomp bringup bert --device {name}",
+        )
+    )

@@ -1,0 +1,116 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnicomp.cli.new import TEMPLATES, check_name, write_device
+from omnicomp.errors import DeviceError, OmnicompError
+from omnicomp.testing.conformance.suite import check_names
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def test_the_package_is_complete(omnicomp: Command, tmp_path: Path) -> None:
+    code, out, err = omnicomp("new", "device", "gx_one", "--path", tmp_path)
+    assert (code, err) == (0, "")
+    target = tmp_path / "omnicomp-gx_one"
+    files = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert files == {
+        "pyproject.toml",
+        "README.md",
+        "tests/test_device.py",
+        *(f"omnicomp_gx_one/{name}" for name in ("__init__.py", "device.py", "driver.py", "inductor.py", "module.py")),
+        *(
+            f"omnicomp_gx_one/csrc/{name}"
+            for name in ("driver.h", "driver.cpp", "operators.cpp", "layers.cpp", "autocast.cpp")
+        ),
+    }
+    assert all(str(target / name) in out for name in files)
+    assert f"pip install --no-build-isolation -e {target}" in out
+    assert "omnicomp conformance gx_one --quick" in out
+
+
+def test_every_place_is_filled_in(tmp_path: Path) -> None:
+    written = write_device("gxu", tmp_path)
+    assert len(written) == len(list(TEMPLATES.rglob("*.in")))
+    for path in written:
+        text = path.read_text(encoding="utf-8")
+        assert "$" + "{" not in text
+        if path.suffix == ".py":
+            compile(text, str(path), "exec")
+    project = (tmp_path / "omnicomp-gxu" / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'name = "omnicomp-gxu"' in project
+    assert '[project.entry-points."omnicomp.devices"]\ngxu = "omnicomp_gxu.device:GxuDevice"\n' in project
+
+
+@pytest.mark.parametrize("name", ["Gxu", "gx2", "gx-u", "2gx", "", "class", "gxu:0", "../gxu"])
+def test_a_name_that_is_no_word(omnicomp: Command, tmp_path: Path, name: str) -> None:
+    code, out, err = omnicomp("new", "device", "--path", tmp_path, "--", name)
+    assert (code, out) == (2, "")
+    assert err == (
+        "omnicomp: error: a device type is a word of lower-case letters and underscores, as torch has it, "
+        f"not {name!r}\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "npu", "sim", "meta", "hpu", "auto", "privateuseone"])
+def test_a_name_that_is_taken(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"there already is a device type '{name}'"):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("softmax", "torch"), ("backward", "torch.Tensor"), ("forward", "torch.Module")]
+)
+def test_a_name_that_is_something_else_in_torch(name: str, owner: str) -> None:
+    with pytest.raises(DeviceError, match=rf"{owner}\.{name} is something else already"):
+        check_name(name)
+
+
+def test_nothing_is_overwritten(omnicomp: Command, tmp_path: Path) -> None:
+    target = tmp_path / "omnicomp-gxu"
+    target.mkdir()
+    code, out, err = omnicomp("new", "device", "gxu", "--path", tmp_path)
+    assert (code, out) == (2, "")
+    assert err == f"omnicomp: error: {target} exists already; name another folder with --path\n"
+    assert list(target.iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OmnicompError, match="can't be written"):
+        write_device("gxu", tmp_path / "file")
+
+
+@pytest.mark.inductor
+def test_it_installs_and_passes_its_own_tests(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Built from nothing; all of its tests, of the conformance suite the contract alone."""
+    write_device("gxu", tmp_path)
+    target, site = tmp_path / "omnicomp-gxu", tmp_path / "site"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"),
+        "MAX_JOBS": "2",
+    }
+
+    def run(*command: Any) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, command)],
+            cwd=target, capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site, target)
+    assert (site / "omnicomp_gxu" / "csrc" / "driver.cpp").is_file()
+    out = run("pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "not conformance or contract")
+    assert f"{15 + len(check_names(groups=['contract']))} passed" in out
+    out = run("omnicomp", "doctor", "--device", "gxu")
+    assert "ok      gxu scheduling" in out
+    assert "missing" not in out
