@@ -413,21 +413,25 @@ done
 if [ -n "$source" ] && grep -q 'cos()' "$source"; then
   echo half > "$out"
   echo "$out" > {mark}.new && mv {mark}.new {mark}
-  sleep 1000 & wait
+  sleep {sleep} & wait
 fi
 exec {cxx} "$@"
 """
 
 
-def children() -> set[str]:
-    """Processes of this one, of any depth, that run a shell or its sleep."""
+# Another run of this test on the machine has another.
+SLEEP = f"{10**6 + os.getpid()}"
+
+
+def children(script: Path) -> set[str]:
+    """Processes that run the script or its sleep."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             name = (path / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        if "slow_cxx" in name or "sleep 1000" in name:
+        if str(script) in name or f"sleep {SLEEP}" in name:
             found.add(name)
     return found
 
@@ -438,12 +442,11 @@ def test_a_slow_compiler_is_ended_and_only_its_kernel_moves(monkeypatch, tmp_pat
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     mark, script = tmp_path / "started", tmp_path / "slow_cxx"
-    script.write_text(SLOW_CXX.format(mark=mark, cxx=get_cpp_compiler()))
+    script.write_text(SLOW_CXX.format(mark=mark, sleep=SLEEP, cxx=get_cpp_compiler()))
     script.chmod(0o755)
     compiler = get_cpp_compiler()
     patches = {"cpp.cxx": (str(script),), "compile_threads": 2}
     monkeypatch.setattr(meter, "clock", lambda: time.monotonic() + (10**6 if mark.exists() else 0))
-    before = children()
 
     def two(x, w):
         return (x.cos() + 1) @ w
@@ -451,7 +454,7 @@ def test_a_slow_compiler_is_ended_and_only_its_kernel_moves(monkeypatch, tmp_pat
     with torch._inductor.config.patch(patches):
         compile_and_compare(two, grad=False, seconds=10**5)
     assert mark.exists()
-    assert children() == before
+    assert children(script) == set()
     (retreat,) = events("retreat")
     assert retreat.reason.code == "budget_spent"
     for words in ("C++ compile 1000", "under way was the kernel cpp_fused_add_cos_0"):
