@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from bench_models import GPU_SIZES
-from harness import add_common_arguments, geometric_mean, interleave, machine, markdown_table, peak_memory
+from harness import (
+    add_common_arguments,
+    geometric_mean,
+    interleave,
+    machine,
+    markdown_table,
+    peak_memory,
+    wait_for_turn,
+)
 
 from omnicomp import weights
 from omnicomp._torch.inductor import config_patches
 from omnicomp.testing.models import MODELS, SIZES, Case, build
+from omnicomp.weight_forms import Form
 
 HEADER = ["model, batch", "autocast ms", "call ms", "once ms", "autocast / once", "call / once"]
 HEADER += ["MiB of copies", "GiB above weights (autocast / call / once)", "relative error to float64 (same)"]
@@ -52,6 +61,7 @@ def measure(case: Case, label: str, arguments: argparse.Namespace) -> tuple[list
         candidates[name] = caller(case, name, arguments)
         errors.append(f"{float((candidates[name]().double() - double).norm() / double.norm()):.1e}")
     held = weights.bytes() / 2**20
+    wait_for_turn(arguments.device)
     peaks = [peak_memory(function, arguments.device) or 0.0 for function in candidates.values()]
     times = interleave(
         candidates,
@@ -79,7 +89,7 @@ def build_double(case: Case) -> torch.Tensor:
 def check(rounds: int) -> str:
     """What a call pays for the check of 200 weights."""
     values = tuple(torch.nn.Parameter(torch.randn(8, 8)) for _ in range(200))
-    copies = weights.Copies([torch.bfloat16] * 200, [torch.device("cpu")] * 200)
+    copies = weights.Copies([Form(torch.bfloat16)] * 200, [torch.device("cpu")] * 200)
     copies(values)
     times = interleave({"check": lambda: copies(values)}, rounds=rounds, seconds=0.05)
     return f"check of 200 copies: {times['check'].median * 1e6:.1f} µs a call"

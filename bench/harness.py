@@ -5,23 +5,38 @@ import dataclasses
 import functools
 import gc
 import math
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import torch
 
 __all__ = [
+    "GO",
+    "READY",
+    "TURN",
     "Timing",
     "add_common_arguments",
     "geometric_mean",
     "interleave",
+    "leave",
     "machine",
     "markdown_table",
     "peak_memory",
     "relative_error",
+    "wait_for_room",
+    "wait_for_turn",
+    "with_memory",
 ]
+
+# How `in_turn.py` and its benches speak: a folder for each, and a file from either side.
+TURN: Final = "OMNICOMP_BENCH_TURN"
+READY: Final = "ready"
+GO: Final = "go"
 
 # Calls in one turn by the device's clock: their launches have to fit into the device's queue behind the filler.
 QUEUED_CALLS = 20
@@ -41,6 +56,55 @@ class Timing:
     def ratio_to(self, other: "Timing") -> float:
         """Median over the rounds of this candidate's time over the other's in the same round."""
         return statistics.median(a / b for a, b in zip(self.rounds, other.rounds, strict=True))
+
+
+def wait_for_turn(device: str) -> None:
+    """Say that everything is compiled and warmed up, and wait until nothing else runs (`in_turn.py`).
+
+    By itself, a bench goes on at once.
+    """
+    name = os.environ.get(TURN)
+    if not name:
+        return
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    Path(name, READY).touch()
+    while not Path(name, GO).exists():
+        time.sleep(0.1)
+
+
+def wait_for_room(gibibytes: float, device: str) -> None:
+    """Wait until so much of the device's memory is free; for five minutes at most."""
+    deadline = time.monotonic() + 300
+    while device == "cuda" and torch.cuda.mem_get_info()[0] < gibibytes * 2**30 and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def with_memory(function: Callable[[], Any], device: str) -> Any:
+    """Call a function, and again where memory is short because other benches warm up beside; for five minutes at most.
+
+    Raises:
+        torch.OutOfMemoryError: there is too little, by itself at once.
+    """
+    deadline = time.monotonic() + 300
+    while True:
+        try:
+            return function()
+        except torch.OutOfMemoryError:
+            if not os.environ.get(TURN) or device != "cuda" or time.monotonic() > deadline:
+                raise
+        gc.collect()
+        torch.cuda.empty_cache()
+        time.sleep(5)
+
+
+def leave() -> None:
+    """End at once if another bench waits for its turn; what Python and the driver clean up takes seconds."""
+    if os.environ.get(TURN):
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def interleave(

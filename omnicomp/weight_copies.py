@@ -1,7 +1,8 @@
 """Low-precision copies of parameters: each made once, shared by all graphs, and renewed when its parameter changes.
 
-A copy belongs to a parameter and a dtype. It lives as long as the parameter does and a compiled graph reads it, and it
-is renewed in place, so that its address stays. Each call of a graph looks whether its copies still hold:
+A copy belongs to a parameter and a form (`omnicomp.weight_forms`): its dtype, or the numbers or the scales of float8.
+It lives as long as the parameter does and a compiled graph reads it, and it is renewed in place, so that its address
+stays. Each call of a graph looks whether its copies still hold:
 
 - the parameter's version, which every in-place operation of torch counts up, is the one that was copied;
 - nobody has taken or set its `.data` meanwhile, which is not counted (`omnicomp._torch.parameters.observe`);
@@ -21,17 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from omnicomp import constants
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, stream_of, weak_storage
+from omnicomp.weight_forms import Form
 
-__all__ = ["Copies", "changed", "clear", "copies"]
+__all__ = ["Copies", "changed", "clear", "copies", "observe"]
 
 
 class _Watched:
     """A parameter that has copies; it is forgotten with the last of them."""
 
     def __init__(self, parameter: Tensor) -> None:
-        self.copies: weakref.WeakValueDictionary[torch.dtype, _Copy] = weakref.WeakValueDictionary()
+        self.copies: weakref.WeakValueDictionary[Form, _Copy] = weakref.WeakValueDictionary()
         mine = weakref.ref(self)
 
         def died(_: Any) -> None:
@@ -44,10 +47,11 @@ class _Watched:
 
 
 class _Copy:
-    """The copy of one parameter in one dtype.
+    """The copy of one parameter in one form.
 
     Attributes:
         owner: the parameter.
+        form: how it is computed.
         low: the copy; None until it is made, and when the parameter is gone.
         stale: whether the parameter's `.data` was taken or set since it was made, or an optimizer made a step.
         settled: whether the parameter alone held its memory when it was made, and the process did.
@@ -55,8 +59,8 @@ class _Copy:
         readers: the graphs that hold `low`.
     """
 
-    def __init__(self, owner: _Watched, dtype: torch.dtype) -> None:
-        self.owner, self.dtype = owner, dtype
+    def __init__(self, owner: _Watched, form: Form) -> None:
+        self.owner, self.form = owner, form
         self.low: Tensor | None = None
         self.stale, self.settled = True, False
         self.version = self.pointer = -1
@@ -70,7 +74,7 @@ class _Copy:
             reader.forget(self)
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the copy is what a cast of the parameter would give now."""
+        """Whether the copy is what the parameter would give now."""
         return (
             self.low is not None
             and self.storage is not None
@@ -79,32 +83,21 @@ class _Copy:
             and self.version == parameter._version
             and self.pointer == parameter.data_ptr()
             and owners(self.storage.cdata) == owns_alone
-            and _fits(self.low, parameter)
+            and self.form.fits(self.low, parameter)
         )
 
     def prepare(self, parameter: Tensor) -> Tensor:
-        """The memory for a cast that is about to be made; what is seen from now on counts as a change after it."""
+        """The memory for what is about to be computed; what is seen from now on counts as a change after it."""
         self.stale = False
         self.version, self.pointer = parameter._version, parameter.data_ptr()
         self.storage = weak_storage(parameter)
         self.settled = owners(self.storage.cdata) == owns_alone and parameters.is_private(parameter)
         low = self.low
-        if low is None or not _fits(low, parameter):
+        if low is None or not self.form.fits(low, parameter):
             for reader in list(self.readers):
                 reader.forget()
-            low = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+            low = self.form.empty(parameter)
         return low
-
-
-def _fits(low: Tensor, parameter: Tensor) -> bool:
-    return low.shape == parameter.shape and low.device == parameter.device and low.stride() == _dense(parameter)
-
-
-def _dense(parameter: Tensor) -> tuple[int, ...]:
-    """The strides of a copy."""
-    if parameter.is_contiguous():
-        return parameter.stride()
-    return torch.empty_like(parameter, device="meta").stride()
 
 
 _watched: Final[weakref.WeakValueDictionary[int, _Watched]] = weakref.WeakValueDictionary()
@@ -119,6 +112,7 @@ class _Sight:
 
 
 def _seen(parameter: Tensor) -> None:
+    constants.touched(parameter)
     watched = _watched.get(id(parameter))
     if watched is None:
         return
@@ -129,6 +123,7 @@ def _seen(parameter: Tensor) -> None:
 
 def _written(tensors: Sequence[Tensor]) -> None:
     """Tensors were written: parameters, or others that may be of a parameter's memory, as one that was detached is."""
+    constants.written(tensors)
     others: set[int] = set()
     for tensor in tensors:
         if isinstance(tensor, Parameter):
@@ -210,14 +205,14 @@ class Copies:
     is kept by the first of the parameters.
     """
 
-    def __init__(self, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> None:
+    def __init__(self, forms: Sequence[Form], devices: Sequence[torch.device]) -> None:
         """Set up what is wanted; nothing is copied yet.
 
         Args:
-            dtypes: of the copies, one a parameter.
+            forms: of the copies, one a parameter.
             devices: that the parameters are on.
         """
-        self._dtypes = tuple(dtypes)
+        self._forms = tuple(forms)
         self._streams = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._known: dict[int, _Known] = {}
         self._held: set[_Copy] = set()
@@ -241,7 +236,7 @@ class Copies:
         if self._streams:
             if torch.cuda.is_current_stream_capturing():
                 with torch.no_grad():
-                    return tuple(value.to(dtype) for value, dtype in zip(wanted, self._dtypes, strict=True))
+                    return tuple(form.of(value) for value, form in zip(wanted, self._forms, strict=True))
             self._wait()
         known = self._known.get(id(wanted[0]))
         if known is None or not known.holds(wanted):
@@ -272,10 +267,10 @@ class Copies:
     def _renew_some(self, known: _Known, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         lows: list[Any] = list(known.lows)
         with _making, torch.inference_mode(False), torch.no_grad():
-            found = {index: self._find(wanted[index], self._dtypes[index]) for index in known.each}
+            found = {index: self._find(wanted[index], self._forms[index]) for index in known.each}
             _renew([(wanted[index], copy) for index, copy in found.items() if copy is not None])
             for index, copy in found.items():
-                lows[index] = wanted[index].to(self._dtypes[index]) if copy is None else copy.low
+                lows[index] = self._forms[index].of(wanted[index]) if copy is None else copy.low
                 if copy is not None and copy.settled:
                     self._known.pop(id(wanted[0]), None)  # it may hold on in the next call
         return tuple(lows)
@@ -283,13 +278,13 @@ class Copies:
     def _look(self, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with _making, torch.inference_mode(False), torch.no_grad():
             mark = _Sight.mark
-            found = [self._find(value, dtype) for value, dtype in zip(wanted, self._dtypes, strict=True)]
+            found = [self._find(value, form) for value, form in zip(wanted, self._forms, strict=True)]
             self._held.update(copy for copy in found if copy is not None)
             _renew([(value, copy) for value, copy in zip(wanted, found, strict=True) if copy is not None])
             self._wait()  # for what another thread made meanwhile
             lows = tuple(
-                value.to(dtype) if copy is None or copy.low is None else copy.low
-                for value, dtype, copy in zip(wanted, self._dtypes, found, strict=True)
+                form.of(value) if copy is None or copy.low is None else copy.low
+                for value, form, copy in zip(wanted, self._forms, found, strict=True)
             )
             for copy in found:
                 if copy is not None:
@@ -298,18 +293,17 @@ class Copies:
                 self._known[id(wanted[0])] = _Known(mark, wanted, found)
         return lows
 
-    def _find(self, value: Tensor, dtype: torch.dtype) -> _Copy | None:
-        """The copy of a parameter, which need not be made yet; None for a tensor that is to be cast in each call."""
+    def _find(self, value: Tensor, form: Form) -> _Copy | None:
+        """The copy of a parameter, which need not be made yet; None for a tensor that none is kept of."""
         if type(value) is not Parameter or value.is_inference():
             return None
         watched = _watched.get(id(value))
         if watched is None or watched.parameter() is not value:
-            if not parameters.is_observed():
-                parameters.observe(_seen, _written)
+            observe()
             watched = _watched[id(value)] = _Watched(value)
-        copy = watched.copies.get(dtype)
+        copy = watched.copies.get(form)
         if copy is None:
-            copy = watched.copies[dtype] = _Copy(watched, dtype)
+            copy = watched.copies[form] = _Copy(watched, form)
         return copy
 
 
@@ -321,14 +315,24 @@ def _renew(pairs: Sequence[tuple[Tensor, _Copy]]) -> None:
         for copy, value in stale.items():
             by_device.setdefault(value.device, []).append((copy.prepare(value), value, copy))
         for device, group in by_device.items():
-            torch._foreach_copy_([low for low, _, _ in group], [value for _, value, _ in group])
-            for low, _, copy in group:
+            casts = [(low, value) for low, value, copy in group if copy.form.is_plain]
+            if casts:
+                torch._foreach_copy_([low for low, _ in casts], [value for _, value in casts])
+            for low, value, copy in group:
+                if not copy.form.is_plain:
+                    low.copy_(copy.form.of(value))
                 copy.low = low
             _order.made(device)
     except BaseException:
         for copy in stale:
             copy.stale = True
         raise
+
+
+def observe() -> None:
+    """See from now on what may write to a parameter without being counted."""
+    if not parameters.is_observed():
+        parameters.observe(_seen, _written)
 
 
 def changed(written: Iterable[Tensor] | None = None) -> None:
@@ -361,4 +365,5 @@ def clear() -> None:
                 copy.drop()
         _watched.clear()
         _order.clear()
-        parameters.stop_observing()
+        if not constants.pinned():
+            parameters.stop_observing()

@@ -44,7 +44,7 @@ def with_copies(
         return compile(module, inputs, graph)
     # Dynamo reads the inputs of its graph again after the backend.
     narrow = copy_module(module)
-    lifted = lift_casts(narrow, inputs)
+    lifted = lift_casts(narrow, inputs, layouts="inductor" in graph.policy.lowerings)
     if lifted is None:
         forget_tensors(narrow)
         return compile(module, inputs, graph)
@@ -57,7 +57,7 @@ class _Following:
     def __init__(self, target: Callable[..., Any], lifted: Lifted, graph: str) -> None:
         self._target, self._graph = target, graph
         self._wanted, self._order = parameters.picker(lifted.sources), parameters.picker(lifted.order)
-        self._copies = Copies(lifted.dtypes, lifted.devices)
+        self._copies = Copies(lifted.forms, lifted.devices)
         self._once = Once(self._record)
 
     def __call__(self, *args: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from omnicomp import weights
 from omnicomp._torch import parameters
 from omnicomp.timeline import Cache, Retreat, current
+from omnicomp.weight_forms import Form
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +296,22 @@ def test_a_state_dict_that_is_kept_is_right_and_let_go_is_fast_again() -> None:
         count = renewals()
         call(x)
     assert renewals() == count
+
+
+def test_a_copy_may_have_another_layout_than_its_parameter() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 5, 5))
+    form = Form(torch.bfloat16, layout=torch.channels_last)
+    copies = weights.Copies([form], [weight.device])
+    with torch.no_grad():
+        for _ in range(2):
+            (low,) = copies((weight,))
+            assert torch.equal(low, weight.bfloat16())
+            assert low.is_contiguous(memory_format=torch.channels_last)
+            assert copies((weight,))[0] is low
+            weight.mul_(-2)
+        (cast,) = copies((weight.detach(),))
+        assert torch.equal(cast, weight.bfloat16()), "of no parameter, none is kept"
+        assert cast.stride() == low.stride()
 
 
 @pytest.mark.inductor

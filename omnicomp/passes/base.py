@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import run_on_fakes
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
+from omnicomp.activity import activity
 from omnicomp.devices import Device
 from omnicomp.errors import PassError
 from omnicomp.graphs import module_path, op_name, source_line, submodules
@@ -159,7 +160,9 @@ def run_pipeline(passes: Sequence[Pass], module: GraphModule, context: PassConte
     context.root = module
     changed = False
     for item in passes:
-        changed |= _run_pass(item, module, context)
+        text = f"pass {item.name} on {context.graph_id}"
+        with activity("pass", text, shown=context.policy.progress, graph=context.graph_id, by=item.name):
+            changed |= _run_pass(item, module, context)
     return changed
 
 

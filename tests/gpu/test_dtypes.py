@@ -1,5 +1,6 @@
 """The dtype policy on a GPU: TF32 for the graphs that ask for it, presets, gradient scalers."""
 
+import copy
 import logging
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 import omnicomp
+from omnicomp import weights
 from omnicomp._torch.precision import tf32_settings
-from omnicomp.timeline import Capture, Option, Rewrite
+from omnicomp.timeline import Capture, Option, Retreat, Rewrite
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +110,7 @@ def test_a_cache_restores_a_graph_in_tf32() -> None:
         assert 5e-5 < error(compile_with(function, "tf32")(x, w), exact.sin())
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)).cuda()
 
@@ -140,6 +142,91 @@ def test_linear_layers_in_float8(scales: str, rows: int, lowerings: list[str]) -
     assert {e.target for e in omnicomp.timeline.events() if isinstance(e, Rewrite)} == {"float8_e4m3fn"}
     assert result.dtype == torch.float32
     assert 5e-3 < error(result, net.double()(x.double())) < 0.1
+
+
+@pytest.mark.parametrize("lowerings", [["inductor", "eager"], ["eager"]], ids=["inductor", "eager"])
+def test_weights_in_float8_are_kept_and_follow(lowerings: list[str]) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with float8")
+    weights.clear()
+    net, x = model(), torch.randn(64, 256, device="cuda")
+    run = compile_with(net, "fp8", lowerings=lowerings)
+    with torch.no_grad():
+        for _ in range(3):
+            assert error(run(x), copy.deepcopy(net).double()(x.double())) < 0.1
+            run(x)  # to copy a model, its `.data` is read, which may have been a write
+            versions = sorted(low._version for _, low in weights.copies())
+            run(x)
+            assert sorted(low._version for _, low in weights.copies()) == versions, "nothing changed"
+            net[0].weight.mul_(torch.linspace(-2, 3, 256, device="cuda"))
+            net[3].weight.data.neg_()
+    held = sum(low.numel() for _, low in weights.copies() if low.dtype == torch.float8_e4m3fn)
+    assert held == 2 * 256 * 512
+
+
+def test_weights_of_convolutions_are_kept_as_the_kernels_read_them() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1)).cuda()
+    x = torch.randn(4, 16, 16, 16, device="cuda")
+    run = compile_with(net, "bf16")
+    with torch.no_grad():
+        result = run(x)
+        assert error(result, copy.deepcopy(net).double()(x.double())) < 2e-2
+        assert result.is_contiguous()
+        kept = [low for _, low in weights.copies() if low.dim() == 4]
+        assert all(low.is_contiguous(memory_format=torch.channels_last) for low in kept)
+        assert kept
+        run(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(x)
+    ours = [event.key for event in profile.key_averages() if event.key.startswith("triton_")]
+    assert len(ours) <= 3, "the input's cast, and what follows each convolution"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_lowered_attention_takes_the_kernel_of_the_low_dtype(training: bool) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU on which cuDNN's kernel is preferred")
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.transpose(-2, -1) * 0.125, -1) @ v
+
+    q, k, v = (torch.randn(2, 8, 256, 64, device="cuda", requires_grad=training) for _ in range(3))
+    run = compile_with(attention, "bf16")
+    run(q, k, v)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = run(q, k, v)
+        if training:
+            result.sum().backward()
+    called = {event.key for event in profile.key_averages()}
+    assert any("_scaled_dot_product_cudnn_attention" in name for name in called), called
+    assert error(result, attention(q.double(), k.double(), v.double())) < 2e-2
+
+
+def test_weights_and_gradients_are_cast_by_few_kernels() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).cuda()
+    x = torch.randn(64, 256, device="cuda")
+    run = compile_with(net, "bf16")
+
+    def step() -> list[torch.Tensor]:
+        net.zero_grad(set_to_none=True)
+        run(x).square().mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        got = step()
+    launched = [event.key for event in profile.key_averages() if event.key.startswith("triton_for_")]
+    assert len(launched) == 2, "one in the forward, one in the backward"
+    wide = copy.deepcopy(net).double()
+    wide.zero_grad()
+    wide(x.double()).square().mean().backward()
+    for actual, parameter in zip(got, wide.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert error(actual, parameter.grad) < 3e-2
+        assert actual.dtype == torch.float32
+    assert not [event for event in omnicomp.timeline.events() if isinstance(event, Retreat)]
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

@@ -15,14 +15,15 @@ from omnicomp._torch.attention import cudnn_first, is_static
 __all__ = ["PINNED_ATTENTION", "pinned_attention", "prefers_cudnn"]
 
 
-def prefers_cudnn(query: torch.Tensor, key: torch.Tensor) -> bool:
+def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether cuDNN's kernel is to be taken if it takes the attention.
 
     Args:
         query: [B, H, Q, D], fake or real; with symbolic sizes cuDNN would plan anew for each of them.
         key: [B, Hkv, K, D].
+        dtype: that the attention will compute in.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+    if query.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     if not all(map(is_static, (*query.shape, *key.shape))):
         return False

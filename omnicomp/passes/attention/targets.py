@@ -12,6 +12,7 @@ from omnicomp._torch.attention import concrete, fused_kernel, hint_of, known_equ
 from omnicomp._torch.inductor import fallback_random
 from omnicomp.graphs import fake_value
 from omnicomp.passes.attention.assume import assume_full
+from omnicomp.passes.attention.computed import computed_dtype
 from omnicomp.passes.attention.differentiable import (
     ATTENTION_WITH_BIAS,
     ATTENTION_WITH_SINK,
@@ -91,7 +92,9 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
             yield functools.partial(_with_sink, site, form, masking, variant)
         return
     flexible = functools.partial(insert, site, form, masking)
-    if flex_pays(site, form, masking, session):
+    # The dtype policy lowers no FlexAttention, whose graphs and tiles are made for one dtype.
+    lowered = computed_dtype(site, session.context) is not site.dtype
+    if not lowered and flex_pays(site, form, masking, session):
         yield flexible
     for variant in _variants(site, form, masking):
         yield functools.partial(_plain, site, form, masking, variant)
@@ -139,8 +142,9 @@ def _parts(attempt: Attempt, form: Form, variant: Variant) -> Parts:
 def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
     """`scaled_dot_product_attention`, if torch takes a fused kernel for it."""
     made = _parts(attempt, form, variant)
+    dtype = computed_dtype(site, attempt.session.context)
     if variant.padded:
-        _check_padding(site, made)
+        _check_padding(site, made, dtype)
     _check_trained_mask(site, made)
     kwargs: dict[str, Any] = {"scale": form.scale}
     if made.mask is not None:
@@ -152,9 +156,9 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
     if variant.grouped:
         kwargs["enable_gqa"] = True
     operands = (made.query, made.key, made.value)
-    pinned = prefers_cudnn(fake_value(made.query), fake_value(made.key))
+    pinned = prefers_cudnn(fake_value(made.query), fake_value(made.key), dtype)
     target: Any = PINNED_ATTENTION if pinned else F.scaled_dot_product_attention
-    kernel = fused_kernel(functools.partial(_try, target, operands, kwargs))
+    kernel = fused_kernel(functools.partial(_try, target, operands, kwargs, dtype))
     if not kernel:
         return None
     if pinned and made.mask is not None:
@@ -187,7 +191,7 @@ def _check_trained_mask(site: Site, made: Parts) -> None:
         )
 
 
-def _check_padding(site: Site, made: Parts) -> None:
+def _check_padding(site: Site, made: Parts, dtype: torch.dtype) -> None:
     """Zeros that are computed with cost time on the CPU, where it has no spare.
 
     Raises:
@@ -202,7 +206,7 @@ def _check_padding(site: Site, made: Parts) -> None:
     train = bool(site.fake().requires_grad)
     if site.fake().device.type != "cpu" or _negligible(site):
         return
-    if not head_sizes_pay((*shape[:3], narrow), keys, wide, site.dtype, train=train):
+    if not head_sizes_pay((*shape[:3], narrow), keys, wide, dtype, train=train):
         raise MatchEnded(
             site.output,
             "the CPU's kernel takes one head size, and padding to it costs more than it saves at this size",
@@ -221,9 +225,15 @@ def _negligible(site: Site) -> bool:
     return work <= _NEGLIGIBLE_FLOPS
 
 
-def _try(target: Any, operands: tuple[Node, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    named = {k: concrete(fake_value(v)) if isinstance(v, Node) else v for k, v in kwargs.items()}
-    return target(*(concrete(fake_value(o)) for o in operands), **named)
+def _try(target: Any, operands: tuple[Node, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Call the operator with stand-ins, floating-point ones in this dtype."""
+
+    def stand_in(node: Node) -> Any:
+        value = concrete(fake_value(node))
+        return value.to(dtype) if value.is_floating_point() else value
+
+    named = {k: stand_in(v) if isinstance(v, Node) else v for k, v in kwargs.items()}
+    return target(*map(stand_in, operands), **named)
 
 
 def _with_bias(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
@@ -236,12 +246,13 @@ def _with_bias(site: Site, form: Form, masking: Masking, variant: Variant, attem
     if fake.device.type != "cpu" or not trained or site.dropout or site.sinks:
         return None
     sizes = [hint_of(size) for size in fake.shape]
-    pays = bias_pays(tuple(sizes), hint_of(fake_value(made.key).shape[2]), site.dtype)
+    dtype = computed_dtype(site, attempt.session.context)
+    pays = bias_pays(tuple(sizes), hint_of(fake_value(made.key).shape[2]), dtype)
     if not pays and not _negligible(site):
         raise MatchEnded(
             site.output,
             f"the mask {made.mask} requires grad, and its gradient costs more than a fused kernel saves",
-            observed=f"scores of {sizes[:3]} and {fake_value(made.key).shape[2]} keys in {site.dtype}",
+            observed=f"scores of {sizes[:3]} and {fake_value(made.key).shape[2]} keys in {dtype}",
             needed="float32 scores of 32 MiB or more on the CPU, or a mask that requires no grad",
             lever="make the added mask a constant, or run without grad",
             code="not_profitable",
@@ -287,10 +298,11 @@ def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attem
 def _takes_cudnn(made: Parts, variant: Variant, scale: float) -> bool:
     """Whether cuDNN's kernel is the fastest for an attention without a mask, and takes it."""
     operands = (made.query, made.key, made.value)
-    if not prefers_cudnn(fake_value(made.query), fake_value(made.key)):
+    dtype = fake_value(made.query).dtype
+    if not prefers_cudnn(fake_value(made.query), fake_value(made.key), dtype):
         return False
     kwargs = {"scale": scale, "is_causal": variant.is_causal, "enable_gqa": variant.grouped}
-    return "cudnn" in fused_kernel(functools.partial(_try, PINNED_ATTENTION, operands, kwargs))
+    return "cudnn" in fused_kernel(functools.partial(_try, PINNED_ATTENTION, operands, kwargs, dtype))
 
 
 def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel: str) -> str:

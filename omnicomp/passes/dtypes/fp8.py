@@ -1,10 +1,12 @@
 """Linear layers in float8: operands scaled to the range of E4M3 by their largest element, products by `_scaled_mm`.
 
-E4M3 has 4 significant bits and ends at 448. With a scale for each row (of the activations: each token; of the weight:
-each output), one large element costs the other rows nothing; with one for the tensor there is less to compute. Both are
-dynamic: they are found in each call, from the operands in the low-precision dtype that the policy computes in.
+With a scale for each row (of the activations: each token; of the weight: each output), one large element costs the
+other rows nothing; with one for the tensor there is less to compute. Both are found in the graph, from the operands in
+the low-precision dtype that the policy computes in; those of a parameter leave it afterwards
+(`omnicomp.passes.dtypes.weights`), as they stay the same until it changes.
 """
 
+import dataclasses
 from typing import Any, Final
 
 import torch
@@ -15,14 +17,12 @@ from omnicomp.graphs import fake_value, insert_call
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.operators import kind
 from omnicomp.passes.dtypes.resolve import NAME
-from omnicomp.passes.dtypes.rewrite import CAST, Compute
+from omnicomp.passes.dtypes.rewrite import Compute
 from omnicomp.timeline import Reason
+from omnicomp.weight_forms import FLOAT8, scaled
 
-__all__ = ["FLOAT8", "in_fp8"]
+__all__ = ["FLOAT8", "Scaled", "in_fp8", "read_scaled"]
 
-FLOAT8: Final = torch.float8_e4m3fn
-_LARGEST: Final = torch.finfo(FLOAT8).max
-_TINY: Final = 1e-12  # keeps the scale of a row of zeros from being zero
 _MULTIPLE: Final = 16  # of both sizes of the weight, for the kernels
 _aten: Final = torch.ops.aten
 
@@ -67,24 +67,73 @@ def _linear(anchor: Node, x: Node, weight: Node, bias: Node | None, dtype: torch
     def insert(target: Any, *args: Any, **kwargs: Any) -> Node:
         return insert_call(anchor, target, args, kwargs)
 
-    def quantized(value: Node) -> tuple[Node, Node]:
-        wide = insert(CAST, value, torch.float32)
-        size = insert(_aten.abs.default, wide)
-        largest = insert(_aten.amax.default, size, [-1], True) if rows else insert(_aten.amax.default, size)
-        scale = insert(_aten.div.Tensor, insert(_aten.clamp_min.default, largest, _TINY), _LARGEST)
-        scaled = insert(_aten.clamp.default, insert(_aten.div.Tensor, wide, scale), -_LARGEST, _LARGEST)
-        return insert(CAST, scaled, FLOAT8), scale
-
     shape = fake_value(x).shape
     flat = x if len(shape) == 2 else insert(_aten.reshape.default, x, [-1, shape[-1]])
-    low_x, scale_x = quantized(flat)
-    low_w, scale_w = quantized(weight)
+    low_x, scale_x = scaled(flat, insert, rows=rows)
+    low_w, scale_w = scaled(weight, insert, rows=rows)
     scale_w = insert(_aten.t.default, scale_w) if rows else scale_w
     product = insert(_aten._scaled_mm.default, low_x, insert(_aten.t.default, low_w), scale_x, scale_w, out_dtype=dtype)
     if len(shape) != 2:
         sizes = [s if type(s) is int else insert(_aten.sym_size.int, x, i) for i, s in enumerate(shape[:-1])]
         product = insert(_aten.reshape.default, product, [*sizes, fake_value(weight).shape[0]])
     return product if bias is None else insert(_aten.add.Tensor, product, bias)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """What `omnicomp.weight_forms.scaled` has put into a graph.
+
+    Attributes:
+        value: what was scaled.
+        numbers, scale: what came of it.
+        rows: whether each row has a scale.
+        steps: all nodes between the two, and these; each before those that read it.
+    """
+
+    value: Node
+    numbers: Node
+    scale: Node
+    rows: bool
+    steps: tuple[Node, ...]
+
+
+def read_scaled(node: Node) -> Scaled | None:
+    """Read a node as the numbers of a scaled value; None if it is anything else."""
+    if fake_value(node).dtype is not FLOAT8:
+        return None
+    for rows in (True, False):
+        numbers, scale = scaled(_VALUE, _Step, rows=rows)
+        found: dict[Any, Node] = {}
+        if _reads_as(node, numbers, found):
+            value = found.pop(_VALUE)
+            return Scaled(value=value, numbers=node, scale=found[scale], rows=rows, steps=tuple(found.values()))
+    return None
+
+
+class _Step:
+    """An operator that `scaled` asks for, with steps, `_VALUE` and constants as its arguments."""
+
+    def __init__(self, target: Any, *args: Any) -> None:
+        self.target, self.args = target, args
+
+
+_VALUE: Final = object()
+
+
+def _reads_as(node: Any, step: Any, found: dict[Any, Node]) -> bool:
+    """Whether a node is this step; `found` gets the nodes of all steps, operands first."""
+    if not isinstance(step, _Step) and step is not _VALUE:
+        return bool(node == step)
+    if step in found or not isinstance(node, Node):
+        return found.get(step) is node
+    if isinstance(step, _Step):
+        alike = node.op == "call_function" and node.target is step.target and not node.kwargs
+        if not alike or len(node.args) != len(step.args):
+            return False
+        if not all(_reads_as(one, other, found) for one, other in zip(node.args, step.args, strict=True)):
+            return False
+    found[step] = node
+    return True
 
 
 def _reason(sentence: str, needed: str, observed: str = "") -> Reason:

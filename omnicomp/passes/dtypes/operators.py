@@ -83,6 +83,8 @@ _MODULES: Final = frozenset(
     " torch torch.functional torch.nn.functional torch.linalg torch.special torch._C._linalg torch._C._special "
     "Tensor operator builtins math".split(" ")
 )
+# Operators that attention fusion puts in, with the arguments of the one that they stand for.
+_OWN: Final = {"pinned_attention": ATTENTION}
 _PREFIXES: Final = ("linalg_", "special_")
 _CASTS: Final = frozenset("to float half bfloat16 double type type_as".split())
 
@@ -94,7 +96,7 @@ def kind(node: Node) -> str:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, name = target._schema.name.partition("::")
-        return name if namespace == "aten" else ""
+        return name if namespace == "aten" else _OWN.get(name, "") if namespace == "omnicomp" else ""
     module, _, name = op_name(node).rpartition(".")
     if module not in _MODULES:
         return ""

@@ -17,10 +17,10 @@ from omnicomp.dtypes import short
 from omnicomp.graphs import evaluate, fake_value, insert_call
 from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
 from omnicomp.passes.dtypes.operators import ATTENTION, VIEWS, is_cast, kind, source, tensors
+from omnicomp.weight_forms import CAST
 
-__all__ = ["CAST", "Compute", "Rewriting"]
+__all__ = ["Compute", "Rewriting"]
 
-CAST: Final = torch.ops.aten.to.dtype  # an OpOverload: differentiable, and known to AOTAutograd's cache as safe
 # Devices whose attention kernels take a float32 mask with half-precision operands: a bias in it keeps all its bits.
 # Not CUDA: cuDNN's kernel takes one and reads it wrongly (seen with torch 2.11 on Hopper).
 WIDE_MASKS: Final = frozenset(("cpu",))

@@ -2,7 +2,8 @@
 
 The graph gets the low-precision copy as an input, in the place of the parameter where nothing else reads that, or else
 beside it; who calls the graph supplies it (`omnicomp.weights`). A cast of a view of all of a parameter becomes that
-view of the copy, and so do casts of several parts that together are as large as the parameter.
+view of the copy, and so do casts of several parts that together are as large as the parameter. Of a weight in float8,
+the numbers and the scales become inputs.
 
 Casts stay where they are in graphs that higher-order operators call; where the graph writes to the parameter or to what
 it cast; where what was cast leaves the graph; where it is not laid out as a view of the copy would be; and for buffers,
@@ -21,12 +22,14 @@ from omnicomp._torch.dtypes import storage_key
 from omnicomp._torch.parameters import describes_parameter, make_static, static_dynamo_input
 from omnicomp.graphs import evaluate, fake_value, op_name
 from omnicomp.passes.dtypes.analysis import changed_storages, storages
+from omnicomp.passes.dtypes.convolutions import are_weights, read_channels_last
+from omnicomp.passes.dtypes.fp8 import Scaled, read_scaled
 from omnicomp.passes.dtypes.operators import is_cast
+from omnicomp.weight_forms import CAST, FLOAT8, Form
 
 __all__ = ["Lifted", "lift_casts"]
 
 _LOW: Final = (torch.bfloat16, torch.float16)
-_CAST: Final = torch.ops.aten.to.dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +39,14 @@ class Lifted:
     Attributes:
         inputs: of the graph, as the backend got them, with fake tensors for the copies.
         sources: the position among the original inputs of each copy's parameter.
-        dtypes: of the copies.
+        forms: of the copies: how each is computed of its parameter.
         devices: of the parameters.
         order: the positions of the graph's inputs in the original inputs followed by the copies.
     """
 
     inputs: list[Any]
     sources: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    forms: tuple[Form, ...]
     devices: tuple[torch.device, ...]
     order: tuple[int, ...]
 
@@ -57,17 +60,20 @@ class _Cast:
     views: tuple[Node, ...]
 
 
-def lift_casts(module: GraphModule, inputs: Sequence[Any]) -> Lifted | None:
+def lift_casts(module: GraphModule, inputs: Sequence[Any], *, layouts: bool = False) -> Lifted | None:
     """Let the casts of parameters leave an inference graph.
 
     Args:
         module: a Dynamo graph behind the passes, which is changed in place.
         inputs: real or fake tensors and symbolic sizes, one a placeholder.
+        layouts: whether a compiler reads the copies that chooses layouts itself, as Inductor does: then weights of
+            convolutions on a GPU get the one that it would choose.
 
     Returns:
         What the graph is to be called with; None if it was left as it is.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
+    kept = _lift_scaled(module)
     taken: list[tuple[Node, torch.dtype, list[_Cast]]] = []
     for parameter, found in _candidates(module).items():
         for dtype in dict.fromkeys(fake_value(cast.node).dtype for cast in found):
@@ -75,54 +81,108 @@ def lift_casts(module: GraphModule, inputs: Sequence[Any]) -> Lifted | None:
             # A copy of all of it for the sake of a part would cost more than it saves.
             if sum(fake_value(cast.node).numel() for cast in same) >= fake_value(parameter).numel():
                 taken.append((parameter, dtype, same))
-    copies = [(parameter, _exchange(parameter, dtype, same)) for parameter, dtype, same in taken]
-    kept = [(parameter, copy) for parameter, copy in copies if copy is not None]
+    for parameter, dtype, same in taken:
+        if layouts and _channels_last(parameter, same):
+            form = Form(dtype, layout=torch.channels_last)
+            copy = _placeholder(parameter, form)
+            for cast in same:
+                read_channels_last(cast.node, copy)
+                module.graph.erase_node(cast.node)
+        else:
+            form = Form(dtype)
+            copy = _exchange(parameter, dtype, same)
+        if copy is not None:
+            kept.append((parameter, copy, form))
     if not kept:
         return None
-    for parameter in dict(kept):
+    for parameter in {parameter: None for parameter, _, _ in kept}:
         if not parameter.users:
             module.graph.erase_node(parameter)
     module.graph.lint()
     module.recompile()
     position = {node: index for index, node in enumerate(placeholders)}
-    position |= {copy: len(placeholders) + index for index, (_, copy) in enumerate(kept)}
+    position |= {copy: len(placeholders) + index for index, (_, copy, _) in enumerate(kept)}
     order = tuple(position[node] for node in module.graph.find_nodes(op="placeholder"))
-    values = [*inputs, *(fake_value(copy) for _, copy in kept)]
+    values = [*inputs, *(fake_value(copy) for _, copy, _ in kept)]
     return Lifted(
         inputs=[values[index] for index in order],
-        sources=tuple(position[parameter] for parameter, _ in kept),
-        dtypes=tuple(fake_value(copy).dtype for _, copy in kept),
-        devices=tuple(fake_value(copy).device for _, copy in kept),
+        sources=tuple(position[parameter] for parameter, _, _ in kept),
+        forms=tuple(form for _, _, form in kept),
+        devices=tuple(fake_value(copy).device for _, copy, _ in kept),
         order=order,
     )
 
 
+class _Followed:
+    """Which parameters can be followed: those that the graph neither writes to nor differentiates by."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.changed = changed_storages(module)
+        output = next(iter(reversed(module.graph.nodes)))
+        self.leaving = {key for leaf in tree_leaves(output.args) if isinstance(leaf, Node) for key in storages(leaf)}
+        self.differentiates = any(map(_enables_grad, module.graph.nodes))
+
+    def parameter(self, node: Node) -> bool:
+        """Whether a node is a parameter of float32 that can be followed."""
+        fake = fake_value(node)
+        return (
+            static_dynamo_input(node)
+            and describes_parameter(fake)
+            and fake.dtype is torch.float32
+            and not (self.differentiates and fake.requires_grad)
+            and storages(node).isdisjoint(self.changed)
+        )
+
+    def result(self, node: Node) -> bool:
+        """Whether nobody but the graph sees what was made of a parameter, and it stays as it was made."""
+        return storages(node).isdisjoint(self.changed) and storages(node).isdisjoint(self.leaving)
+
+
 def _candidates(module: GraphModule) -> dict[Node, list[_Cast]]:
     """The casts that might leave, by parameter."""
-    changed = changed_storages(module)
-    output = next(iter(reversed(module.graph.nodes)))
-    leaving = {key for leaf in tree_leaves(output.args) if isinstance(leaf, Node) for key in storages(leaf)}
-    differentiates = any(map(_enables_grad, module.graph.nodes))
+    followed = _Followed(module)
     found: dict[Node, list[_Cast]] = {}
     for node in module.graph.nodes:
         value = fake_value(node)
         if not is_cast(node) or not isinstance(value, torch.Tensor) or value.dtype not in _LOW:
             continue
-        if not (storages(node).isdisjoint(changed) and storages(node).isdisjoint(leaving)):
-            continue
-        cast = _read(node)
-        if cast is None:
-            continue
-        parameter, fake = cast.parameter, fake_value(cast.parameter)
-        if (
-            static_dynamo_input(parameter)
-            and describes_parameter(fake)
-            and fake.dtype is torch.float32
-            and not (differentiates and fake.requires_grad)
-            and storages(parameter).isdisjoint(changed)
-        ):
-            found.setdefault(parameter, []).append(cast)
+        cast = _read(node) if followed.result(node) else None
+        if cast is not None and followed.parameter(cast.parameter):
+            found.setdefault(cast.parameter, []).append(cast)
     return found
+
+
+def _lift_scaled(module: GraphModule) -> list[tuple[Node, Node, Form]]:
+    """Let the numbers and scales of parameters in float8 become inputs of the graph.
+
+    Returns:
+        Each new placeholder, after its parameter and before its form.
+    """
+    found: list[tuple[Node, Scaled]] = []
+    followed = _Followed(module)
+    for node in module.graph.nodes:
+        value = fake_value(node)
+        if node.target is not CAST or not isinstance(value, torch.Tensor) or value.dtype is not FLOAT8:
+            continue
+        read = read_scaled(node)
+        cast = None if read is None else _read(read.value)
+        if read is None or cast is None or cast.views or fake_value(cast.node).dtype is not torch.bfloat16:
+            continue
+        if followed.parameter(cast.parameter) and followed.result(read.numbers) and followed.result(read.scale):
+            found.append((cast.parameter, read))
+    made: dict[tuple[Node, Form], Node] = {}
+    for parameter, read in found:
+        scales = "row" if read.rows else "tensor"
+        parts = {Form(FLOAT8, scales): read.numbers, Form(torch.float32, scales): read.scale}
+        if all(form.fits(fake_value(node), fake_value(parameter)) for form, node in parts.items()):
+            for form, node in parts.items():
+                if (parameter, form) not in made:
+                    made[parameter, form] = _placeholder(parameter, form)
+                node.replace_all_uses_with(made[parameter, form])
+            for node in (*reversed(read.steps), read.value):
+                if not node.users:
+                    module.graph.erase_node(node)
+    return [(parameter, copy, form) for (parameter, form), copy in made.items()]
 
 
 def _enables_grad(node: Node) -> bool:
@@ -162,20 +222,19 @@ def _is_view(node: Node, operand: Node) -> bool:
     )
 
 
+def _channels_last(parameter: Node, casts: Sequence[_Cast]) -> bool:
+    """Whether the copy of a parameter is best laid out with the channels innermost."""
+    on_gpu = fake_value(parameter).device.type == "cuda"
+    return on_gpu and not any(cast.views for cast in casts) and are_weights(cast.node for cast in casts)
+
+
 def _exchange(parameter: Node, dtype: torch.dtype, casts: Sequence[_Cast]) -> Node | None:
     """Let casts read a copy of the parameter, which becomes an input of the graph.
 
     Returns:
         The new placeholder, or None if no view of the copy would be laid out as what was cast.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        low = evaluate(_CAST, (parameter, dtype), {})
-    graph = parameter.graph
-    with graph.inserting_before(parameter):
-        copy = graph.placeholder(f"{parameter.name}_{str(dtype).removeprefix('torch.')}")
-    copy.meta = {key: parameter.meta[key] for key in ("stack_trace", "nn_module_stack") if key in parameter.meta}
-    copy.meta["example_value"] = low
-    make_static(copy)
+    copy, graph = _placeholder(parameter, Form(dtype)), parameter.graph
     made: dict[Node, Node] = {parameter: copy}
     for cast in casts:
         result = _views_of(cast, parameter, made)
@@ -189,6 +248,19 @@ def _exchange(parameter: Node, dtype: torch.dtype, casts: Sequence[_Cast]) -> No
     if not copy.users:
         graph.erase_node(copy)
         return None
+    return copy
+
+
+def _placeholder(parameter: Node, form: Form) -> Node:
+    """A new input of the graph, for what is kept of a parameter."""
+    with torch.inference_mode(False), torch.no_grad():
+        low = evaluate(form.empty, (parameter,), {})
+    kind = str(form.dtype).removeprefix("torch.") if form.scales is None or form.dtype is FLOAT8 else "scale"
+    with parameter.graph.inserting_before(parameter):
+        copy = parameter.graph.placeholder(f"{parameter.name}_{kind}")
+    copy.meta = {key: parameter.meta[key] for key in ("stack_trace", "nn_module_stack") if key in parameter.meta}
+    copy.meta["example_value"] = low
+    make_static(copy)
     return copy
 
 
