@@ -12,18 +12,18 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp import passes, weights
-from omnicomp._torch import aot, dynamo, faults, folding, inductor, late, losses, partition, threads
+from omnicomp._torch import dynamo, faults, inductor, late, losses, threads
 from omnicomp._torch.fx import copy_module
-from omnicomp._torch.lookups import Lookup, autograd_lookups
 from omnicomp._torch.release import forget_tensors
 from omnicomp._torch.resizing import bytes_resized_by_kernels
 from omnicomp._torch.tangents import tangents_without_overlap
-from omnicomp.cache_keys import verdict
+from omnicomp.activity import activity
+from omnicomp.autograd import uses_inductor
 from omnicomp.capture import CapturedGraph, capture_graph
-from omnicomp.cut_parts import restoring
+from omnicomp.choice import compile_chosen
+from omnicomp.enforcement import enforce
 from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError
 from omnicomp.generators import generator_states
-from omnicomp.ladder import build_part
 from omnicomp.localize import first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides import registry as overrides
@@ -35,8 +35,6 @@ from omnicomp.once import Once
 from omnicomp.options import Policy, parse
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.legal.scan import without_missing_autocast
-from omnicomp.precision import compiling
-from omnicomp.records import replay
 from omnicomp.speculation import Assumption
 from omnicomp.timeline import (
     Attempt,
@@ -50,7 +48,6 @@ from omnicomp.timeline import (
     current,
 )
 from omnicomp.variants import ASSUMED, GENERAL, Checks, Variant, Variants
-from omnicomp.verdicts import wrong_code
 from omnicomp.witness import Rejected, rejectable
 
 __all__ = ["omni", "reset"]
@@ -81,9 +78,10 @@ def omni(
         policy = parse(mode, options)
     except OmnicompError as error:
         raise dynamo.user_error(error) from None
-    with dynamo.compile_lock:
+    with dynamo.compile_lock, activity("compile", "a graph", shown=policy.progress) as doing:
         try:
             captured = capture_graph(gm, example_inputs, policy, options)
+            doing.say(f"{captured.id} {captured.capture.function}".rstrip(), graph=captured.id)
             plain = copy_module(gm)
         except (*dynamo.CONTROL_FLOW, OmnicompError):
             raise
@@ -293,7 +291,7 @@ def _within_sizes(
     compiled: Callable[..., Any], eager: Callable[..., Any], sizes: late.SizeGuards, graph: CapturedGraph
 ) -> Callable[..., Any]:
     """Call what was compiled where it is right, and the graph itself for other sizes, which Dynamo's guards let in."""
-    compiler = "inductor" if _uses_inductor(graph) else "autograd"
+    compiler = "inductor" if uses_inductor(graph) else "autograd"
     reason = Reason(
         code="capture_failed",
         by="speculation",
@@ -338,7 +336,7 @@ def _build(
             bytes_resized_by_kernels(),
             without_missing_autocast(graph.device, graph.policy),
         ):
-            compiled = weights.with_copies(passed.module, inputs, graph, _compile)
+            compiled = weights.with_copies(passed.module, inputs, graph, compile_chosen)
     except steering:
         raise
     except Exception as error:
@@ -353,6 +351,7 @@ def _build(
             compiled = _given_up_if_rejected(compiled, kept, graph)
         else:
             forget_tensors(kept)
+    compiled = enforce(compiled, graph.id, graph.policy)
     notify(graph.id, graph.policy)
     return compiled
 
@@ -376,7 +375,7 @@ def _given_up_if_rejected(compiled: Callable[..., Any], kept: GraphModule, graph
                 results = target(*args)
         except Rejected as rejected:
             states.restore()
-            once = _record_eager(graph.id, "inductor" if _uses_inductor(graph) else "autograd", rejected.reason)
+            once = _record_eager(graph.id, "inductor" if uses_inductor(graph) else "autograd", rejected.reason)
             eager = put_references(copy_module(kept))
 
             def run(*args: Any) -> Any:
@@ -390,50 +389,6 @@ def _given_up_if_rejected(compiled: Callable[..., Any], kept: GraphModule, graph
         return results
 
     return dynamo.disable(call, reason="omnicomp verifies the gradients of an override")
-
-
-def _compile(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Any:
-    """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed."""
-    # A verdict on generated code must not be passed by in a cache that holds that code.
-    tag = f"{graph.digest}{wrong_code()}"
-
-    def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        name = inductor.part_name(kwargs)
-        context = graph.context(name, kwargs)
-        with inductor.cache_tag(tag), compiling(context):
-            built = build_part(part, part_inputs, context)
-        if name == "backward":
-            notify(graph.id, graph.policy)
-        return built
-
-    def restored(compiled: Any, kept: inductor.Kept) -> None:
-        replay(kept, graph.context(kept.part, {}), compiled)
-
-    if not _uses_inductor(graph):
-        return aot.compile_graph(gm, inputs, inner_compile)
-    lookups: list[Lookup] = []
-    patches = folding.config_patches(partition.config_patches(graph.policy.inductor))
-    # A restored part comes without the graph that it could be compared with. And torch looks it up also for a
-    # partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be cached.
-    keyed = patches["custom_partitioner_fn"].uuid() is not None
-    lookup = inductor.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
-    with (
-        inductor.cache_tag(tag),
-        compiling(graph.context("", {})),
-        inductor.on_artefact_loaded(restored),
-        restoring(lambda part: graph.context(part, {})),
-        autograd_lookups(lookups),
-        lookup,
-    ):
-        compiled = inductor.compile_fx(
-            gm,
-            list(inputs),
-            inner_compile=inner_compile,
-            config_patches=patches,
-        )
-    for question in lookups:
-        current().append(verdict(question, graph.key, graph=graph.id, part=""))
-    return compiled
 
 
 def _record_graph_break(graph: CapturedGraph, error: Exception) -> None:
@@ -454,15 +409,9 @@ def _record_retreat(graph: str, source: str, target: str, reason: Reason) -> Non
     )
 
 
-def _uses_inductor(graph: CapturedGraph) -> bool:
-    policy = graph.policy
-    asked = "inductor" in policy.lowerings or any("inductor" in rule.lowerings for rule in policy.rules)
-    return asked and "inductor" in graph.device.lowerings
-
-
 def _retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) -> Any:
     """Run the graph as the passes left it, through torch's dispatcher."""
-    compiler = "inductor" if _uses_inductor(graph) else "autograd"
+    compiler = "inductor" if uses_inductor(graph) else "autograd"
     reason = Reason(
         code="capture_failed",
         by=compiler,

@@ -8,15 +8,21 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "AcknowledgeError",
     "BudgetSpentError",
     "CompilerFaultError",
     "DeviceError",
+    "EngineCrashedError",
+    "EngineError",
+    "EngineHungError",
+    "FallbackError",
     "LegaliseError",
     "LoweringError",
     "OmnicompError",
     "OptionError",
     "OverrideError",
     "PassError",
+    "ReportError",
     "TimelineError",
     "WrongResultError",
     "nearest",
@@ -47,6 +53,18 @@ class OverrideError(OmnicompError, ValueError):
     """An override was declared wrongly or clashes with another one."""
 
 
+class EngineError(OmnicompError):
+    """An engine is unknown, can't be loaded, or broke its contract."""
+
+
+class EngineCrashedError(EngineError):
+    """The process in which an engine was tried died; the same would have happened here."""
+
+
+class EngineHungError(EngineCrashedError):
+    """The process in which an engine was tried did not answer. Nothing smaller is tried, as each try takes as long."""
+
+
 class LoweringError(OmnicompError):
     """No lowering of the policy could build a subgraph, or a retreat was refused because it would be wrong."""
 
@@ -55,12 +73,24 @@ class BudgetSpentError(OmnicompError):
     """Building took longer than the option `build_seconds` allows."""
 
 
+class FallbackError(OmnicompError):
+    """More runs eager than the option `fallback` allows; the message names the operators, their lines and levers."""
+
+
+class AcknowledgeError(OmnicompError):
+    """The file that acknowledges fallbacks can't be read, or is no TOML."""
+
+
 class CompilerFaultError(OmnicompError):
     """A graph was kept from torch's compiler, which would have compiled it to something else than eager's results."""
 
 
 class TimelineError(OmnicompError):
     """A timeline file can't be read: it is missing, not JSON Lines, or of a newer schema."""
+
+
+class ReportError(OmnicompError):
+    """A report can't be read: it is missing, not what the audit wrote, or of a newer schema."""
 
 
 class WrongResultError(OmnicompError):

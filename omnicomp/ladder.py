@@ -14,17 +14,23 @@ from torch.fx import GraphModule, Node
 from omnicomp import fallbacks
 from omnicomp._torch import inductor
 from omnicomp._torch.budget import not_kept
+from omnicomp._torch.decompose import with_decompositions
 from omnicomp._torch.dynamo import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.lookups import Lookup
+from omnicomp._torch.together import cast_together
+from omnicomp.activity import activity
 from omnicomp.budget import PartBudget
+from omnicomp.companies import described, taken_together
 from omnicomp.costs import size_of
 from omnicomp.cut_parts import keep
-from omnicomp.errors import BudgetSpentError, LoweringError
+from omnicomp.enforcement import within_budget
+from omnicomp.engine_names import engine_names
+from omnicomp.errors import BudgetSpentError, EngineHungError, LoweringError
 from omnicomp.graphs import fake_value
 from omnicomp.last_resort import run_eagerly
-from omnicomp.localize import Prober, Verdict, find_failing, first_line, refused_by_device
-from omnicomp.lowerings import LOWERINGS, Executable, Lowering, LoweringContext, in_order
+from omnicomp.localize import Prober, Verdict, find_failing, first_line, refused_by
+from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import put_references
@@ -34,6 +40,7 @@ from omnicomp.once import Once
 from omnicomp.partition import Piece, extract, gather_getitems, stitching
 from omnicomp.placement import Plan, Run, place
 from omnicomp.precision import with_tf32
+from omnicomp.ranges import named
 from omnicomp.records import PartRecord, emit_cudagraphs_off
 from omnicomp.retreat import Guard, drawing_devices, obstacle, recorded_as_cudagraph
 from omnicomp.setbacks import Setbacks
@@ -81,7 +88,7 @@ class _Builder:
         self._context = context
         self._lowerings = in_order(context.policy.lowerings, context.device.lowerings)
         self._cut: dict[str, Reason] = {}
-        self._refused: dict[str, Reason] = {}
+        self._refused: dict[str, dict[str, Reason]] = {}
         self._boundaries: frozenset[str] = frozenset()
         self._prober = Prober(self._try, context.policy.max_builds)
         self._setbacks = Setbacks(module, context)
@@ -89,7 +96,7 @@ class _Builder:
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
 
     def build(self, plain: GraphModule) -> Any:
-        names = [lowering.name for lowering in self._lowerings]
+        names = [each.name for each in self._lowerings]
         refused = self._override(names)
         known = self._setbacks.known()
         if known is not None:
@@ -124,15 +131,32 @@ class _Builder:
         return ()
 
     def _place(self) -> Plan:
-        return place(self._module, self._lowerings, self._context, self._cut, self._boundaries, self._refused)
+        while True:
+            plan = place(self._module, self._lowerings, self._context, self._cut, self._boundaries, self._refused)
+            known = len(self._boundaries), sum(map(len, self._refused.values()))
+            for run in plan.runs:
+                boundaries, reason = taken_together(lowering(run.lowering), run.nodes, self._context)
+                self._boundaries |= boundaries
+                if reason is not None:
+                    self._refused.setdefault(run.lowering, {}).update(
+                        dict.fromkeys((n.name for n in run.nodes), reason)
+                    )
+            if known == (len(self._boundaries), sum(map(len, self._refused.values()))):
+                return plan
 
     def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
         start = time.perf_counter()
         lookups: list[Lookup] = []
         fallback = fallbacks.dumps(plain, self._inputs)
-        with self._budget.building(list(self._module.graph.nodes)):
+        module = self._module
+        if self._context.undecomposed:
+            module = with_decompositions(module, self._inputs, self._context.part)
+        nodes = list(self._module.graph.nodes)
+        if self._context.part != "inference" and self._context.policy.dtype_policy.rewrites:
+            cast_together(module.graph)
+        with self._building("inductor", record.subgraph_id(0), len(nodes)), self._budget.building(nodes):
             compiled = inductor.compile_part(
-                self._module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
+                module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
             )
         record.emit(time.perf_counter() - start, inductor.artefact_path(compiled))
         record.emit_cache(lookups)
@@ -151,6 +175,8 @@ class _Builder:
             inductor.exchange_callable(compiled, verifier.around)
         inductor.exchange_callable(compiled, lambda call: with_tf32(call, self._context))
         inductor.exchange_callable(compiled, lambda call: sampled(call, self._context, record.subgraph_id(0)))
+        inductor.exchange_callable(compiled, lambda call: named(call, self._context, record.subgraph_id(0)))
+        inductor.exchange_callable(compiled, lambda call: within_budget(call, self._context))
 
         path, repeatable = inductor.generated_python(compiled), obstacle(plain) is None
         witness = Witness(self._context, "inductor", record.calls(0), path=path, repeatable=repeatable)
@@ -163,10 +189,19 @@ class _Builder:
         return not_kept(compiled) if self._budget.changed else compiled
 
     def _verifier(
-        self, module: GraphModule, inputs: Sequence[Any], subgraph: str, overwritten: frozenset[str]
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        subgraph: str,
+        overwritten: frozenset[str],
+        name: str = "inductor",
     ) -> Verifier | None:
-        """What compares an Inductor executable with eager, if that is asked for."""
+        """What compares an executable with eager, if that is asked for; of engines' the first call always is."""
         context = self._context
+        if name in engine_names() and context.policy.verify != "off":
+            return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering=name)
+        if name != "inductor":
+            return None
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
         if context.policy.verify not in ("first", "always") or recorded:
             return None
@@ -210,7 +245,7 @@ class _Builder:
         """Learn from a failed Inductor run which nodes to cut out, and place again."""
         if self._context.policy.on_error == "raise":
             raise error
-        if run.lowering == "device":
+        if run.lowering != "inductor":
             return self._refuse(run, error)
         verdict = self._setbacks.learn(self._module, self._verdict(run, error))
         self._cut.update(verdict.cut)
@@ -231,22 +266,24 @@ class _Builder:
             return self._verdict(run, spent)
 
     def _refuse(self, run: Run, error: Exception) -> Plan:
-        """Take from the device's own compiler what it fails on: all of the run where it compiles nothing at all."""
-        prober = Prober(lambda nodes: self._try(nodes, "device"), self._context.policy.max_builds)
-        nothing = isinstance(error, NotImplementedError)
+        """Take from a compiler beside Inductor what it fails on: all of the run where it compiles nothing at all."""
+        name = run.lowering
+        prober = Prober(lambda nodes: self._try(nodes, name), self._context.policy.max_builds)
+        nothing = isinstance(error, (NotImplementedError, EngineHungError))
         verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
-        self._refused.update(refused_by_device(run.nodes, verdict, error, self._context.device.type))
+        refused = refused_by(run.nodes, verdict, error, name, *described(name, self._context.device.type))
+        self._refused.setdefault(name, {}).update(refused)
         self._boundaries |= frozenset() if verdict is None else verdict.boundaries
         plan = self._place()
-        moved = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in self._refused}
+        moved = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in refused}
         self._context.timeline.append(
             Retreat(
                 graph=self._context.graph_id,
                 part=self._context.part,
                 subgraph=self._context.part_id,
-                source_lowering="device",
-                target_lowering=", ".join(sorted(set(moved.values()))) or "device",
-                reason=next(reversed(self._refused.values())),
+                source_lowering=name,
+                target_lowering=", ".join(sorted(set(moved.values()))) or name,
+                reason=next(reversed(refused.values())),
             )
         )
         return plan
@@ -279,9 +316,9 @@ class _Builder:
             )
         )
 
-    def _try(self, nodes: Sequence[Node], lowering: str = "inductor") -> Exception | None:
+    def _try(self, nodes: Sequence[Node], name: str = "inductor") -> Exception | None:
         try:
-            self._build_piece(self._lowering(lowering), extract(self._module, nodes), nodes)
+            self._build_piece(lowering(name), extract(self._module, nodes), nodes)
         except (*CONTROL_FLOW, BudgetSpentError):
             raise
         except Exception as error:  # noqa: BLE001 - the answer to "does it build?"
@@ -297,7 +334,7 @@ class _Builder:
             if failure is None:
                 break
             self._narrow(*failure)
-        names = [lowering.name for lowering in self._lowerings]
+        names = [each.name for each in self._lowerings]
         record = PartRecord(self._module, plan, refused, self._context, names, pieces=pieces)
         if inductor.disable_cudagraphs(self._context.inductor_kwargs):
             emit_cudagraphs_off(self._context)
@@ -320,12 +357,14 @@ class _Builder:
                     written, name = result.overwritten, result.lowering
                     guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, written, held, name)
                     result = dataclasses.replace(result, call=guard.boxed())
-                if result.lowering == "inductor":
-                    verifier = self._verifier(piece.module, piece.fake_inputs, subgraph, result.overwritten)
+                inputs, name = piece.fake_inputs, result.lowering
+                verifier = self._verifier(piece.module, inputs, subgraph, result.overwritten, name)
                 if verifier is not None:
                     result = dataclasses.replace(result, call=verifier.around(result.call))
             call = with_tf32(result.call, self._context)
-            result = dataclasses.replace(result, call=sampled(call, self._context, record.subgraph_id(index)))
+            call = sampled(call, self._context, record.subgraph_id(index))
+            call = named(call, self._context, record.subgraph_id(index), result.lowering)
+            result = dataclasses.replace(result, call=within_budget(call, self._context))
             witness = Witness(
                 self._context, result.lowering, record.calls(index), path=result.generated, repeatable=repeatable
             )
@@ -338,17 +377,24 @@ class _Builder:
         keep(call, code, built, record, self._inputs, self._context, failed=failed)
         return call
 
+    def _building(self, lowering: str, subgraph: str, nodes: int) -> contextlib.AbstractContextManager[Any]:
+        """An attempt is under way inside; without a subgraph it is one to find out which nodes fail."""
+        context, name = self._context, {"inductor": "Inductor"}.get(lowering, lowering)
+        text = f"{name} builds {subgraph or f'{nodes} operators of {context.part_id} to find what fails'}"
+        about = {"graph": context.graph_id, "part": context.part, "subgraph": subgraph, "lowering": lowering}
+        return activity("build", text, shown=context.policy.progress, **about)
+
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
         """Build what is not built yet; returns the first run that a compiler failed on."""
-        for run, piece in zip(plan.runs, pieces, strict=True):
+        for index, (run, piece) in enumerate(zip(plan.runs, pieces, strict=True)):
             if _key(run.nodes) in self._built:
                 continue
             try:
-                self._build_piece(self._lowering(run.lowering), piece, run.nodes)
+                self._build_piece(lowering(run.lowering), piece, run.nodes, f"{self._context.part_id}.{index}")
             except CONTROL_FLOW:
                 raise
             except Exception as error:
-                if run.lowering in ("inductor", "device"):
+                if run.lowering not in ("override", "eager"):
                     return run, error
                 raise LoweringError(
                     f"{run.lowering} can't build {len(run.nodes)} nodes of {self._context.part_id} "
@@ -356,14 +402,12 @@ class _Builder:
                 ) from error
         return None
 
-    def _build_piece(self, lowering: Lowering, piece: Piece, nodes: Sequence[Node]) -> None:
+    def _build_piece(self, builder: Lowering, piece: Piece, nodes: Sequence[Node], subgraph: str = "") -> None:
         start = time.perf_counter()
-        with self._budget.building(nodes) if lowering.name == "inductor" else contextlib.nullcontext():
-            result = lowering.lower(piece.module, piece.fake_inputs, self._context)
+        budget = self._budget.building(nodes) if builder.name == "inductor" else contextlib.nullcontext()
+        with self._building(builder.name, subgraph, len(nodes)), budget:
+            result = builder.lower(piece.module, piece.fake_inputs, self._context)
         self._built[_key(nodes)] = (result, time.perf_counter() - start)
-
-    def _lowering(self, name: str) -> Lowering:
-        return LOWERINGS[name]
 
 
 def _attested(

@@ -16,11 +16,12 @@ from torch.fx import Node
 
 from omnicomp._torch import inductor
 from omnicomp._torch.failures import kind_of
+from omnicomp.errors import EngineCrashedError
 from omnicomp.fingerprint import fingerprint
 from omnicomp.graphs import op_name, source_line
 from omnicomp.timeline import Reason
 
-__all__ = ["Prober", "Verdict", "find_failing", "first_line", "refused_by_device"]
+__all__ = ["Prober", "Verdict", "find_failing", "first_line", "refused_by"]
 
 Build = Callable[[Sequence[Node]], Exception | None]
 """Tries to build a run of nodes; returns the exception, or None if it worked."""
@@ -234,28 +235,30 @@ def _reason(node: Node, error: Exception, note: str = "", lever: str = "") -> Re
     )
 
 
-def refused_by_device(
-    nodes: Sequence[Node], verdict: Verdict | None, error: Exception, device_type: str
+def refused_by(
+    nodes: Sequence[Node], verdict: Verdict | None, error: Exception, lowering: str, compiler: str, lever: str
 ) -> dict[str, Reason]:
-    """Which nodes leave a device's own compiler, by name, with the reason.
+    """Which nodes leave a compiler beside Inductor, by name, with the reason.
 
     Args:
         nodes: the run that it failed on.
         verdict: the smallest change that was found; None if it compiles nothing at all, so that all nodes leave.
         error: what the run failed with.
-        device_type: of the device.
+        lowering: that could not build them.
+        compiler: what to call it.
+        lever: what can be changed.
     """
     leaving = [node for node in nodes if verdict is None or node.name in verdict.cut]
     shown = error if verdict is None else verdict.error
     return {
         node.name: Reason(
-            code="cut_out",
-            by="device",
-            sentence=f"the compiler of {device_type} can't build it: {first_line(shown)}",
+            code="engine_crashed" if isinstance(shown, EngineCrashedError) else "cut_out",
+            by=lowering,
+            sentence=f"{compiler} can't build it: {first_line(shown)}",
             observed=type(shown).__name__,
             node=f"{node.name} ({op_name(node)})",
             source=source_line(node),
-            lever="register an override for the operator, or teach it to Device.compile_subgraph",
+            lever=lever,
         )
         for node in leaving
     }

@@ -58,7 +58,7 @@ def place(
     context: LoweringContext,
     cut: Mapping[str, Reason],
     boundaries: frozenset[str] = frozenset(),
-    refused: Mapping[str, Reason] = MappingProxyType({}),
+    refused: Mapping[str, Mapping[str, Reason]] = MappingProxyType({}),
 ) -> Plan:
     """Ask the lowerings, in order, for every operator of the graph.
 
@@ -68,7 +68,8 @@ def place(
         context: where the graph comes from.
         cut: nodes that failed to build on Inductor, by name, with the reason.
         boundaries: names of nodes before which a run is cut, because only the parts can be built.
-        refused: nodes that failed to build on the device's own compiler, by name, with the reason.
+        refused: nodes that another lowering failed to build or does not take in this company: by the lowering's name
+            and the node's, with the reason.
 
     Raises:
         LoweringError: no lowering takes a node; the message has the reason of each.
@@ -92,7 +93,7 @@ def place(
             placed[node] = placed[producer]
             continue
         rule = forced.get(node) or (last_match(rules, node, graph, part) if rules else None)
-        placed[node], chain = _choose(node, lowerings, context, {"inductor": cut, "device": refused}, rule)
+        placed[node], chain = _choose(node, lowerings, context, {**refused, "inductor": cut}, rule)
         if chain:
             declined.append(
                 NodePlacement(
@@ -150,7 +151,7 @@ def _ruled_out(rule: Rule, lowering: Lowering, node: Node) -> Reason:
 def _runs(placed: Mapping[Node, str], boundaries: frozenset[str]) -> tuple[Run, ...]:
     runs: list[tuple[str, list[Node]]] = []
     for node, lowering in placed.items():
-        starts = node.name in boundaries and lowering in ("inductor", "device")
+        starts = node.name in boundaries and lowering not in ("override", "eager")
         if not runs or runs[-1][0] != lowering or starts:
             runs.append((lowering, []))
         runs[-1][1].append(node)

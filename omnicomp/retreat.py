@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.inductor import live_inputs
+from omnicomp.errors import EngineCrashedError
 from omnicomp.generators import GeneratorStates, default_generators
 from omnicomp.graphs import fake_value, op_name, source_line
 from omnicomp.localize import first_line
@@ -25,7 +26,15 @@ from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.once import harmless
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
 
-__all__ = ["Boxed", "Guard", "drawing_devices", "draws_random_numbers", "obstacle", "recorded_as_cudagraph"]
+__all__ = [
+    "Boxed",
+    "Guard",
+    "drawing_devices",
+    "draws_at_random",
+    "draws_random_numbers",
+    "obstacle",
+    "recorded_as_cudagraph",
+]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -110,6 +119,11 @@ def recorded_as_cudagraph(part: str) -> Reason:
         sentence=f"{part} is recorded as a CUDA graph, which owns the memory of its results",
         lever="compile without mode='reduce-overhead'",
     )
+
+
+def draws_at_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    return _effect(node) == _DRAWS
 
 
 def draws_random_numbers(module: GraphModule) -> Node | None:
@@ -297,7 +311,7 @@ class Guard:
 
     def _reason(self, error: Exception, sentence: str) -> Reason:
         return Reason(
-            code="call_failed",
+            code="engine_crashed" if isinstance(error, EngineCrashedError) else "call_failed",
             by=self.lowering,
             sentence=f"{sentence}: {first_line(error)}",
             observed=type(error).__name__,

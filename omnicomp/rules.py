@@ -17,16 +17,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from torch.fx import Node
 
 from omnicomp.graphs import module_path, op_name
+from omnicomp.selectors import is_within, names_operator
 
 __all__ = ["Rule", "is_within", "last_match", "named_subgraphs", "parse_environment", "parse_rules"]
 
-_GRAPH: Final = re.compile(r"(?:g|graph)(\d+)(:\w+)?(?:[./](forward|backward|inference))?(?:[./](\d+))?")
+_GRAPH: Final = re.compile(r"(?:g|graph)(\d{1,18})(:\w+)?(?:[./](forward|backward|inference))?(?:[./](\d{1,18}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +56,9 @@ class Rule:
             named, own_part, index = self.place
             return named == graph and own_part in (None, part) and index is None
         name = op_name(node)
-        if self.selector in (node.name, "*") or fnmatchcase(name, self.selector):
+        if self.selector in (node.name, "*") or names_operator(name, self.selector):
             return True
-        return fnmatchcase(name, f"{self.selector}.*") or is_within(module_path(node), self.selector)
-
-
-def is_within(path: str, selector: str) -> bool:
-    """Whether consecutive components of a module's path match those of the selector."""
-    parts, wanted = path.split("."), selector.split(".")
-    return bool(path) and any(
-        all(map(fnmatchcase, parts[start : start + len(wanted)], wanted))
-        for start in range(len(parts) - len(wanted) + 1)
-    )
+        return is_within(module_path(node), self.selector)
 
 
 def parse_rules(given: Mapping[Any, Any], known: Sequence[str]) -> tuple[Rule, ...]:

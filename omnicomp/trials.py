@@ -18,7 +18,7 @@ from omnicomp.graphs import submodules
 if TYPE_CHECKING:
     from omnicomp.passes.base import PassContext  # the passes need this module
 
-__all__ = ["Figure", "Figures", "Measure", "Runs", "Site", "TrialError", "copy_for_trial"]
+__all__ = ["Figure", "Figures", "Measure", "Runs", "Site", "TrialError", "copy_for_trial", "written_inputs"]
 
 Site = tuple[int, str]
 """An operator: the number of its region, and its name."""
@@ -75,7 +75,7 @@ class Runs:
         self._inputs = _real_inputs(context, root)
         self._root = root
         self._dtype = PRECISIONS[context.policy.reference]
-        self._written = _written(root)
+        self._written = written_inputs(root)
         places = _storage_counts(self._inputs)
         for index in self._written:
             value = self._inputs[index]
@@ -205,7 +205,7 @@ def _own(value: Any, dtype: torch.dtype | None, *, copy: bool, cast_parameter: b
     return value if shared else value.clone()
 
 
-def _written(root: GraphModule) -> tuple[int, ...]:
+def written_inputs(root: GraphModule) -> tuple[int, ...]:
     """The inputs that a graph writes to."""
     from omnicomp.passes.dtypes.analysis import changed_storages, storages  # the passes need this module
 

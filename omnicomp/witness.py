@@ -136,6 +136,8 @@ class Witness:
         if self._claim == "override":
             called = sum(self.counts.values()) >= sum(map(len, self._calls.values()))
             return "override" if called else "eager" if self._code else "unknown"
+        if self._claim not in ("device", "inductor", "eager"):
+            return self._claim  # an engine, whose executable is called by `omnicomp.lowerings.engines.program`
         if self._claim == "device":
             # Its program is not ours to know; but the code of an FX graph runs operator by operator.
             return "eager" if self._code == _GENERATED else self._claim

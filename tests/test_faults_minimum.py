@@ -13,7 +13,7 @@ from faults import pretended
 from torch import Tensor
 
 import omnicomp
-from omnicomp import backend
+from omnicomp import autograd
 
 # Each of several nodes is found by a search of its own.
 OPTIONS = {"summary": False, "verify": "off", "max_builds": 200, "verdicts": "off"}
@@ -45,7 +45,7 @@ def run(training: bool) -> None:
 def operators(training: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The operators of each part; a `getitem` goes where the operator goes that it takes apart."""
     found: dict[str, list[str]] = {}
-    original = backend.build_part
+    original = autograd.build_part
 
     def build_part(module: Any, inputs: Sequence[Any], context: Any) -> Any:
         nodes = (node for node in module.graph.nodes if node.op == "call_function")
@@ -53,7 +53,7 @@ def operators(training: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, list
         return original(module, inputs, context)
 
     with monkeypatch.context() as patched, pretended(lambda part, names: False):
-        patched.setattr(backend, "build_part", build_part)
+        patched.setattr(autograd, "build_part", build_part)
         run(training)
     return found
 

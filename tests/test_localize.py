@@ -239,7 +239,7 @@ def names_of(part: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append([n.name for n in module.graph.nodes if n.op == "call_function"])
         return original(module, inputs, context)
 
-    monkeypatch.setattr("omnicomp.backend.build_part", build_part)
+    monkeypatch.setattr("omnicomp.autograd.build_part", build_part)
     with monkeypatch.context() as patched:
         Planted(patched, lambda names: False)
         compile_and_compare(part != "inference")

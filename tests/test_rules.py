@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
@@ -130,6 +132,41 @@ def test_a_module_and_a_subgraph_run_where_the_rules_say(monkeypatch: pytest.Mon
     monkeypatch.setenv("OMNICOMP_PLACE", f"graph{following}/2:eager; g{following + 1}:eager")
     ran = compiled({"lowerings": {"1.up": "eager"}})
     assert [lowering for _, lowering in ran] == ["inductor", "eager"], "the second and the third, which is one now"
+
+
+NAMES = st.sampled_from(
+    ["eager", "inductor", "g0", "graph0/3", "*", "aten.topk", "layers.[", "g" + "9" * 5000, "", "\x00"]
+)
+PIECES = st.lists(NAMES | st.text(max_size=6) | st.sampled_from([":", ";", ",", "."]), max_size=12)
+
+
+@given(PIECES.map("".join))
+def test_any_text_in_the_environment_gives_rules_or_one_sentence(text: str) -> None:
+    try:
+        rules = parse_environment(text, LOWERINGS)
+    except ValueError as error:
+        sentence = str(error)
+    else:
+        sentence = ""
+        last_match(rules, node(path="layers.0"), "g0", "inference")
+        named_subgraphs(rules, "g0", "inference")
+        assert all(set(rule.lowerings) <= set(LOWERINGS) for rule in rules)
+    assert "\n" not in sentence
+
+
+@given(st.dictionaries(NAMES | st.integers() | st.none(), NAMES | st.lists(NAMES | st.integers(), max_size=3)))
+def test_any_mapping_gives_rules_or_one_sentence(rules: dict[Any, Any]) -> None:
+    try:
+        found = parse_rules(rules, LOWERINGS)
+    except ValueError as error:
+        assert_one_line(str(error))
+    else:
+        assert [rule.selector for rule in found] == list(map(str, rules))
+
+
+def assert_one_line(sentence: str) -> None:
+    assert sentence
+    assert "\n" not in sentence
 
 
 def test_a_graph_that_no_rule_leaves_to_inductor_is_eager() -> None:

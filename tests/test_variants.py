@@ -323,14 +323,14 @@ def test_a_late_compilation_that_fails_retreats_to_eager(monkeypatch: pytest.Mon
     model, x = Model(), torch.randn(3, 4)
     compiled = torch.compile(model, backend="omni", options=EAGER)
     compiled(x, FULL)
-    original = omnicomp.backend.aot.compile_graph
+    original = omnicomp.autograd.aot.compile_graph
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr(omnicomp.backend.aot, "compile_graph", fail)
+    monkeypatch.setattr(omnicomp.autograd.aot, "compile_graph", fail)
     check(compiled, model, x, PADDED)
-    monkeypatch.setattr(omnicomp.backend.aot, "compile_graph", original)
+    monkeypatch.setattr(omnicomp.autograd.aot, "compile_graph", original)
     check(compiled, model, x, FULL)
     (retreat,) = events(Retreat)
     assert retreat.graph.endswith(":general")

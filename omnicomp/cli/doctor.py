@@ -22,17 +22,18 @@ from omnicomp._torch.inductor import cache_dir
 from omnicomp.devices import GROUP, Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.dtypes import PRESET_OF, short
+from omnicomp.engine_names import engine_names
 from omnicomp.errors import DeviceError
+from omnicomp.lowerings.engines import Engine, resolve_engine
 from omnicomp.passes.dtypes.resolve import slowness
 from omnicomp.speeds import measured
 from omnicomp.timeline.sinks import ENVIRONMENT_VARIABLE, expand
 
-__all__ = ["Check", "examine", "to_json", "to_text"]
+__all__ = ["Check", "enable_simulated", "examine", "to_json", "to_text"]
 
 OLDEST_TORCH: Final = (2, 11)
 OLDEST_PYTHON: Final = (3, 10)
 _BACKENDS: Final = "torch_dynamo_backends"
-_ENGINES: Final = "omnicomp.engines"
 # What most readers are here for: each says by itself why it is not available.
 _ALWAYS: Final = ("cpu", "cuda")
 
@@ -52,6 +53,24 @@ class Check:
     status: str
     found: str
     todo: str = ""
+
+
+def enable_simulated(device: str | None) -> None:
+    """Enable `sim`, building it if it never was, if that is the device to check and the machine can build it.
+
+    For a process that looks at nothing else: it makes `sim` torch's accelerator. What is missing to build it is told by
+    the checks.
+
+    Raises:
+        DeviceError: it can't be built for another reason.
+    """
+    if device is None or device.split(":", 1)[0] != "sim":
+        return
+    import omnicomp.sim
+    from omnicomp.sim import build
+
+    if build.is_built() or not build.missing():
+        omnicomp.sim.enable()
 
 
 def examine(device: str | None = None) -> list[Check]:
@@ -303,9 +322,21 @@ def _overrides() -> Iterator[Check]:
 
 
 def _engines() -> Iterator[Check]:
-    names = sorted(entry.name for entry in importlib.metadata.entry_points(group=_ENGINES))
-    found = f"{', '.join(names)} installed, but this version runs no engines" if names else "none installed"
-    yield Check(name="engines", status="note", found=found)
+    for name in engine_names():
+        try:
+            engine = resolve_engine(name)
+            missing = engine.missing()
+            found = missing or ", ".join([engine.version(), *_kind(engine)])
+        except Exception as error:  # noqa: BLE001 - someone else's code, and a finding like any other
+            missing, found = "broken", _first_line(error)
+        yield Check(name=f"engine {name}", status="note" if missing else "ok", found=found)
+
+
+def _kind(engine: Engine) -> Iterator[str]:
+    if len(engine.operators):  # some libraries say it themselves
+        yield f"{len(engine.operators)} operators"
+    yield "/".join(engine.clustering.devices)
+    yield "training and inference" if engine.clustering.training else "inference"
 
 
 def _cache() -> Iterator[Check]:

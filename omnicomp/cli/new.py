@@ -1,4 +1,4 @@
-"""`omnicomp new device`: a package for a device from outside, complete, from the templates of `omnicomp.templates`."""
+"""`omnicomp new`: a package for a device or an engine from outside, complete, from `omnicomp/templates`."""
 
 import keyword
 import re
@@ -11,11 +11,23 @@ import torch
 import omnicomp
 from omnicomp._torch import privateuse
 from omnicomp.devices import device_names
-from omnicomp.errors import DeviceError, OmnicompError
+from omnicomp.engine_names import engine_names
+from omnicomp.errors import DeviceError, EngineError, OmnicompError
+from omnicomp.lowerings import LOWERINGS
 
-__all__ = ["TEMPLATES", "check_name", "next_steps", "write_device"]
+__all__ = [
+    "ENGINE_TEMPLATES",
+    "TEMPLATES",
+    "check_engine_name",
+    "check_name",
+    "next_engine_steps",
+    "next_steps",
+    "write_device",
+    "write_engine",
+]
 
 TEMPLATES: Final = Path(omnicomp.__file__).parent / "templates" / "device"
+ENGINE_TEMPLATES: Final = TEMPLATES.with_name("engine")
 _SUFFIX: Final = ".in"
 
 
@@ -38,6 +50,20 @@ def check_name(name: str) -> None:
             raise DeviceError(f"{where}.{name} is something else already, and a device needs that name; choose another")
 
 
+def check_engine_name(name: str) -> None:
+    """See that a name can become an engine's.
+
+    Raises:
+        EngineError: it is no word that a package can be called by, or a lowering has it already.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise EngineError(
+            f"the name of an engine is a word of lower-case letters, digits and underscores, not {name!r}"
+        )
+    if name in (*LOWERINGS, *engine_names()):
+        raise EngineError(f"there already is a lowering {name!r}; choose another name")
+
+
 def write_device(name: str, folder: Path) -> list[Path]:
     """Write the package of a device into `folder/omnicomp-NAME`.
 
@@ -53,13 +79,35 @@ def write_device(name: str, folder: Path) -> list[Path]:
         OmnicompError: the package's folder exists already, or can't be written.
     """
     check_name(name)
+    return _write(TEMPLATES, name, folder)
+
+
+def write_engine(name: str, folder: Path) -> list[Path]:
+    """Write the package of an engine into `folder/omnicomp-NAME`.
+
+    Args:
+        name: the engine's.
+        folder: made if it is not there.
+
+    Returns:
+        The files, sorted.
+
+    Raises:
+        EngineError: as of `check_engine_name`.
+        OmnicompError: the package's folder exists already, or can't be written.
+    """
+    check_engine_name(name)
+    return _write(ENGINE_TEMPLATES, name, folder)
+
+
+def _write(templates: Path, name: str, folder: Path) -> list[Path]:
     target = folder / f"omnicomp-{name}"
     values = {"name": name, "class_name": "".join(part.capitalize() for part in name.split("_"))}
     written: list[Path] = []
     try:
         target.mkdir(parents=True)
-        for source in sorted(TEMPLATES.rglob(f"*{_SUFFIX}")):
-            parts = source.relative_to(TEMPLATES).with_suffix("").parts
+        for source in sorted(templates.rglob(f"*{_SUFFIX}")):
+            parts = source.relative_to(templates).with_suffix("").parts
             if parts[0] == "package":
                 parts = (f"omnicomp_{name}", *parts[1:])
             path = target.joinpath(*parts)
@@ -83,5 +131,16 @@ def next_steps(name: str, target: Path) -> str:
             f"omnicomp doctor --device {name}",
             f"omnicomp conformance {name} --quick",
             f"omnicomp bringup bert --device {name}",
+        )
+    )
+
+
+def next_engine_steps(name: str, target: Path) -> str:
+    """What to do with an engine's package that was written, a command a line."""
+    return "\n".join(
+        (
+            f"pip install --no-deps --no-build-isolation -e {target}",
+            f"pytest {target / 'tests'}",
+            f"omnicomp doctor   # shows the engine {name}",
         )
     )

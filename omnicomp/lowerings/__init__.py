@@ -12,10 +12,11 @@ from typing import Final
 from omnicomp.lowerings.base import Executable, Lowering, LoweringContext, Support
 from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
+from omnicomp.lowerings.engines import resolve_engine
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.lowerings.override import OverrideLowering
 
-__all__ = ["LOWERINGS", "Executable", "Lowering", "LoweringContext", "Support", "in_order"]
+__all__ = ["LOWERINGS", "Executable", "Lowering", "LoweringContext", "Support", "in_order", "lowering"]
 
 LOWERINGS: Final[dict[str, Lowering]] = {
     "override": OverrideLowering(),
@@ -25,14 +26,24 @@ LOWERINGS: Final[dict[str, Lowering]] = {
 }
 
 
+def lowering(name: str) -> Lowering:
+    """The lowering of a name, which may be an engine's.
+
+    Raises:
+        EngineError: the engine can't be loaded.
+    """
+    return LOWERINGS[name] if name in LOWERINGS else resolve_engine(name)
+
+
 def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:
     """The lowerings of a policy that a device has, in the policy's order, with eager at the end if it is not in it.
 
     Args:
         names: the policy's lowerings.
         served: the device's; a compiler of its own stands before Inductor, unless the policy has a place for it.
+            Engines say themselves which devices they serve.
     """
     if "device" not in names:
         names = tuple(each for name in names for each in (("device", name) if name == "inductor" else (name,)))
-    chosen = [name for name in names if name in served]
-    return [LOWERINGS[name] for name in (*chosen, *(() if "eager" in chosen else ("eager",)))]
+    chosen = [name for name in names if name in served or name not in LOWERINGS]
+    return [lowering(name) for name in (*chosen, *(() if "eager" in chosen else ("eager",)))]

@@ -1,9 +1,10 @@
 """The contract of a lowering: it says of each node whether it takes it or why not, and builds subgraphs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.lookups import Lookup
@@ -35,6 +36,9 @@ class LoweringContext:
         sizes: what the graph's symbolic sizes were at compile time, by name.
         declined: blocks of the Dynamo graph that an override matched but was not put into.
         key: what of the graph's cache keys is known before a cache is asked.
+        weights: the tensors of the call that is being compiled for which are weights of the model, by the name of their
+            placeholder in an inference graph; each a function that returns None once the tensor is gone.
+        undecomposed: whether the part was traced without Inductor's decompositions, as an engine may take of it.
     """
 
     graph_id: str
@@ -49,6 +53,10 @@ class LoweringContext:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     declined: tuple[NodePlacement, ...] = ()
     key: KeyParts = dataclasses.field(default_factory=KeyParts)
+    weights: Mapping[str, Callable[[], torch.Tensor | None]] = dataclasses.field(
+        default_factory=dict[str, Callable[[], torch.Tensor | None]]
+    )
+    undecomposed: bool = False
 
     @property
     def part_id(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch import inductor
+from omnicomp._torch.decompose import with_decompositions
 from omnicomp._torch.lookups import Lookup
 from omnicomp.graphs import fake_value, op_name
 from omnicomp.layouts import depends_on_data, layout_of, restride
@@ -39,6 +40,8 @@ class InductorLowering:
         """
         output = next(iter(reversed(module.graph.nodes)))
         predicted = [fake_value(value) for value in output.args[0]]
+        if context.undecomposed:
+            module = with_decompositions(module, inputs, context.part)
         kwargs = dict(context.inductor_kwargs)
         kwargs.update(cudagraphs=inductor.no_cudagraphs(), static_input_idxs=())
         lookups: list[Lookup] = []

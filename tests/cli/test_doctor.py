@@ -1,6 +1,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from omnicomp.cli.doctor import Check, examine
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.devices.cuda import CudaDevice
 from omnicomp.devices.inductor import Piece, registration
+from omnicomp.sim.build import build_folder
 
 Command = Callable[..., tuple[int, str, str]]
+# The folder that the simulated device is built in, before a test has one of its own.
+SHARED = {"OMNICOMP_CACHE_DIR": str(build_folder().parents[1])}
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -33,7 +37,7 @@ def test_cpu(omnicomp: Command) -> None:
     assert "attention kernels: flash" in checks["device cpu"]["found"]
     assert checks["inductor on cpu"]["status"] == "ok"
     assert checks["torch"]["found"] == torch.__version__
-    assert checks["engines"]["found"] == "none installed"
+    assert checks["engine toy"]["status"] == "ok"
     assert "device cuda" not in checks
 
 
@@ -185,3 +189,26 @@ def test_backends() -> None:
 def test_python_m() -> None:
     result = subprocess.run([sys.executable, "-m", "omnicomp", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("omnicomp ")
+
+
+def test_the_simulated_device_is_enabled_to_be_checked() -> None:
+    command = [sys.executable, "-m", "omnicomp", "doctor", "--device", "sim", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **SHARED})
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["device sim"]["status"] == "ok", done.stderr
+    assert {check["status"] for name, check in checks.items() if name.startswith("sim ")} == {"ok"}
+    assert checks["sim device module"]["found"] == "torch.sim"
+    assert done.returncode == (0 if json.loads(done.stdout)["ok"] else 1)
+
+
+def test_the_simulated_device_is_enabled_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[str] = []
+    monkeypatch.setattr("omnicomp.sim.enable", lambda: enabled.append("sim"))
+    monkeypatch.setattr("omnicomp.sim.build.is_built", lambda: False)
+    monkeypatch.setattr("omnicomp.sim.build.missing", lambda: ["a C++ compiler"])
+    for device in (None, "cpu", "sim"):
+        doctor.enable_simulated(device)
+    assert not enabled, "nothing is built where it can't be"
+    monkeypatch.setattr("omnicomp.sim.build.missing", lambda: [])
+    doctor.enable_simulated("sim:1")
+    assert enabled == ["sim"]

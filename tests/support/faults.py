@@ -111,9 +111,9 @@ def planted(place: Place, when: str) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _parts_in(parts: list[str]) -> Iterator[None]:
     """Keep the part that is being built at the end of a list."""
-    from omnicomp import backend
+    from omnicomp import autograd
 
-    original = backend.build_part
+    original = autograd.build_part
 
     def build_part(module: Any, inputs: Any, context: Any) -> Any:
         parts.append(context.part)
@@ -122,11 +122,11 @@ def _parts_in(parts: list[str]) -> Iterator[None]:
         finally:
             parts.pop()
 
-    backend.build_part = build_part
+    autograd.build_part = build_part
     try:
         yield
     finally:
-        backend.build_part = original
+        autograd.build_part = original
 
 
 def said(log: str = "") -> bool:

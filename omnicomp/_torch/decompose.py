@@ -1,0 +1,103 @@
+"""Decomposing a graph after autograd: with Inductor's table when Inductor gets it, or with an engine's own.
+
+A part that an engine may take is traced without decompositions, so that the engine sees the operators that its library
+has kernels for. What goes to Inductor of such a part is traced again here, with the table that `compile_fx` would have
+used from the start.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["decomposed", "with_decompositions"]
+
+_CARRIED = ("user_visible_output_idxs",)
+
+
+def with_decompositions(module: GraphModule, inputs: Sequence[Any], part: str) -> GraphModule:
+    """What Inductor would have been given, had the graph been traced with its decompositions.
+
+    Args:
+        module: a graph after autograd that was traced without any; it is not changed.
+        inputs: fake tensors and symbolic sizes, one a placeholder.
+        part: `forward`, `backward` or `inference`; in the latter Inductor's passes on joint graphs run again, for what
+            they find only now.
+    """
+    made = decomposed(module, inputs, select_decomp_table())
+    if part == "inference":
+        joint_graph_passes(made)
+    return made
+
+
+def decomposed(
+    module: GraphModule, inputs: Sequence[Any], table: Mapping[Any, Callable[..., Any]], *, whole: bool = True
+) -> GraphModule:
+    """Trace a graph anew with a table of decompositions.
+
+    Args:
+        module: a graph after autograd that returns a tuple; it is not changed.
+        inputs: fake tensors and symbolic sizes, one a placeholder.
+        table: operator to decomposition.
+        whole: whether a graph without any operator of the table is traced as well.
+
+    Returns:
+        The graph with fake values, source lines and module paths on its nodes, with the same placeholders in the same
+        order; `module` itself where `whole` is false and there is nothing to decompose.
+
+    Raises:
+        Exception: whatever a decomposition raises.
+    """
+    if not whole and not any(node.target in table for node in module.graph.nodes):
+        return module
+    mode = detect_fake_mode(list(inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    environment = mode.shape_env
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
+        if environment is not None:
+            inside.enter_context(environment.ignore_fresh_unbacked_symbols())
+        inside.enter_context(mode)
+        inside.enter_context(torch.no_grad())
+        inside.enter_context(traceback.preserve_node_meta())
+        made = make_fx(_Traced(module), decomposition_table=dict(table))(*inputs)
+    _call_inputs(made.graph, names)
+    old, new = (next(iter(reversed(graph.nodes))) for graph in (module.graph, made.graph))
+    for key in _CARRIED:
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+    made.recompile()
+    return made
+
+
+def _call_inputs(graph: torch.fx.Graph, names: Sequence[str]) -> None:
+    """Give the placeholders their names, which in a piece may be those of operators of another one."""
+    taken = set(names)
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            base, count = node.name, 0
+            while node.name in taken:
+                count += 1
+                node._rename(f"{base}_again_{count}")
+    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
+        node.name = node.target = name
+
+
+class _Traced(torch.nn.Module):
+    """Runs a graph node by node, so that each new node gets the source line of the one that made it."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__()
+        self._run = Interpreter(module).run
+        self.train(module.training)
+
+    def forward(self, *args: Any) -> Any:
+        return self._run(*args)

@@ -1,0 +1,59 @@
+"""Engines: other compilers as lowerings, discovered by the entry-point group `omnicomp.engines`.
+
+`docs/new-engine.md` builds one from nothing. An engine's library is imported when the engine is first asked for.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+
+from omnicomp.engine_names import BUILT_IN, GROUP, engine_names
+from omnicomp.errors import EngineError, nearest
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable
+from omnicomp.lowerings.engines.clustering import Clustering
+from omnicomp.lowerings.engines.operators import Operator, Operators
+from omnicomp.lowerings.engines.subgraph import Subgraph
+
+__all__ = [
+    "Clustering",
+    "Engine",
+    "EngineExecutable",
+    "Operator",
+    "Operators",
+    "Subgraph",
+    "engine_names",
+    "resolve_engine",
+]
+
+log = logging.getLogger("omnicomp.engines")
+
+
+@functools.cache
+def resolve_engine(name: str) -> Engine:
+    """The engine of a name; the same object each time.
+
+    That it is found does not mean that its library is installed: `Engine.missing` says so.
+
+    Raises:
+        EngineError: nobody declares an engine of that name, or what is declared can't be loaded or is none.
+    """
+    if name not in engine_names():
+        known = ", ".join(engine_names())
+        raise EngineError(f"unknown engine {name!r}; known engines are {known}{nearest(name, engine_names())}")
+    try:
+        made = _declared(name)()
+    except Exception as error:
+        log.warning("the engine %s can't be loaded: %s: %s", name, type(error).__name__, error)
+        raise EngineError(f"the engine {name} can't be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Engine) or made.name != name:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise EngineError(f"what is declared as the engine {name} is no subclass of Engine with that name")
+    return made
+
+
+def _declared(name: str) -> type[Engine]:
+    if name in BUILT_IN:
+        module, _, qualified = BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), qualified)
+    entry = next(entry for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == name)
+    return entry.load()

@@ -1,0 +1,219 @@
+"""The contract of an engine: which operators it takes, and how it compiles a subgraph of them.
+
+Around it, the same for every engine: clustering (`clustering`), building for the shapes of a call and following the
+weights (`program`), and the cache (`store`).
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.fx import copy_module
+from omnicomp.errors import EngineError
+from omnicomp.graphs import fake_value, op_name, source_line
+from omnicomp.lowerings.base import Executable, LoweringContext, Support
+from omnicomp.lowerings.eager import eager_executable, prepare
+from omnicomp.lowerings.engines.clustering import Clustering
+from omnicomp.lowerings.engines.operators import Operators
+from omnicomp.lowerings.engines.subgraph import Subgraph
+from omnicomp.timeline import Reason
+
+__all__ = ["Engine", "EngineExecutable", "Session"]
+
+Session = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+"""Runs a subgraph on its inputs; used by one thread at a time. What it returns belongs to the caller for good."""
+
+
+class EngineExecutable(abc.ABC):
+    """What an engine made of a subgraph; it is kept, and shared by all calls of the same content."""
+
+    @abc.abstractmethod
+    def session(self) -> Session:
+        """What one thread calls. Each thread asks for one of its own.
+
+        An executable that threads may call at the same time returns the same each time; one that keeps state between
+        setting inputs and reading outputs returns a new one.
+
+        The inputs of a call are those of `Subgraph.inputs`, in that order, with the dtypes, shapes and device that
+        were compiled for, and contiguous if `Engine.contiguous`. They must be left as they are.
+        """
+
+    def dumps(self) -> bytes | None:
+        """What `Engine.loads` makes the same executable of in another process; None where the library can't."""
+        return None
+
+    @property
+    def description(self) -> str:
+        """One line on what was built, as evidence of what ran: for example versions and precision."""
+        return ""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that is kept between calls; 0 if that is unknown."""
+        return 0
+
+
+class Engine(abc.ABC):
+    """A compiler beside Inductor. A subclass is declared by the entry-point group `omnicomp.engines`.
+
+    Attributes:
+        name: what options call it by.
+        clustering: which subgraphs it gets, unless the user's options say otherwise.
+        contiguous: whether it is called with contiguous inputs alone.
+        bakes: whether weights are given to `compile` as constants where they can be followed.
+        native: whether its library is compiled code that could take the process with it: a subgraph is then tried in
+            a process of its own before it is first run in this one.
+        decompositions: operator to decomposition, applied to a subgraph before it is compiled; what they are made of
+            is to be in `operators`.
+        operators: which operators it takes; each subclass has its own, with what it inherits.
+    """
+
+    name: ClassVar[str]
+    clustering: ClassVar[Clustering] = Clustering()
+    contiguous: ClassVar[bool] = True
+    bakes: ClassVar[bool] = True
+    native: ClassVar[bool] = True
+    decompositions: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    operators: ClassVar[Operators] = Operators()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.operators = Operators(cls.operators)
+
+    @classmethod
+    def op(
+        cls,
+        *targets: torch._ops.OpOverload,
+        train: bool = True,
+        devices: tuple[str, ...] | None = None,
+        dtypes: tuple[torch.dtype, ...] | None = None,
+        check: Callable[[Node], str] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Declare operators; what is decorated makes the engine's own form of them. See `Operator`."""
+
+        def declare(convert: Callable[..., Any]) -> Callable[..., Any]:
+            cls.operators.add(*targets, convert=convert, train=train, devices=devices, dtypes=dtypes, check=check)
+            return convert
+
+        return declare
+
+    # What an engine writes.
+
+    @abc.abstractmethod
+    def missing(self) -> str:
+        """One sentence on why it can't be used here and what to install; empty if it can. It never raises."""
+
+    @abc.abstractmethod
+    def version(self) -> str:
+        """Version of its library, and of what else changes what `compile` makes. Asked only if nothing is missing."""
+
+    def state(self) -> str:
+        """What else of this process decides on what `compile` makes, such as settings of the library; often nothing."""
+        return ""
+
+    @abc.abstractmethod
+    def compile(self, subgraph: Subgraph) -> EngineExecutable:
+        """Compile a subgraph.
+
+        Raises:
+            Exception: anything; the subgraph goes to the next lowering, and the message is the reason.
+        """
+
+    def loads(self, data: bytes, subgraph: Subgraph) -> EngineExecutable:
+        """The inverse of `EngineExecutable.dumps`, in a process with the same `version`.
+
+        Raises:
+            Exception: anything; the subgraph is compiled again.
+        """
+        raise NotImplementedError(f"the engine {self.name} keeps nothing")
+
+    # What the ladder calls.
+
+    def supports(self, node: Node, context: LoweringContext) -> Support:
+        """Whether the engine takes a node, before anything is built: None, or why not."""
+        missing = self._missing()
+        if missing:
+            return self._reason("engine_missing", missing, lever=missing)
+        clustering = self.clustering_for(context)
+        if context.device.type not in clustering.devices:
+            return self._refused(node, "it is not for this device", context.device.type, ", ".join(clustering.devices))
+        if context.part != "inference" and not clustering.training:
+            return self._refused(node, "it is for inference alone", context.part, "inference")
+        entry = self.operators.get(node.target)
+        if entry is None:
+            if node.target in self.decompositions:
+                return self._tensors(node, clustering.dtypes)
+            if getattr(node.target, "__name__", "") == "getitem":
+                return None  # it goes where the operator went whose results it takes apart
+            return self._refused(node, "it has no form of the operator")
+        if context.part != "inference" and not entry.train:
+            return self._refused(node, "it takes the operator in inference alone", context.part, "inference")
+        if entry.devices is not None and context.device.type not in entry.devices:
+            return self._refused(node, "it has no form of it here", context.device.type, ", ".join(entry.devices))
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and not clustering.mutable_inputs:
+            return self._refused(node, "the operator writes to an input")
+        sentence = entry.check(node) if entry.check is not None else ""
+        if sentence:
+            return self._refused(node, sentence)
+        return self._tensors(node, entry.dtypes if entry.dtypes is not None else clustering.dtypes)
+
+    def accepts(self, nodes: Sequence[Node], context: LoweringContext) -> Support:
+        """Whether it takes neighbouring nodes as one subgraph, all of which it takes: None, or why not."""
+        sentence = self.clustering_for(context).refusal(nodes)
+        return self._reason("cluster_refused", sentence) if sentence else None
+
+    def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
+        """Compile a subgraph for the weights of the call that is being compiled for, if they are known."""
+        from omnicomp.lowerings.engines.program import Program  # it needs this module
+
+        layouts, operators = prepare(copy_module(module))  # what it changes is for eager alone
+        program = Program(self, module, inputs, context)
+        program.build()
+        built = eager_executable(program, layouts, operators)
+        return dataclasses.replace(
+            built, lowering=self.name, attest=program.attest, workspace_bytes=program.workspace_bytes
+        )
+
+    def clustering_for(self, context: LoweringContext) -> Clustering:
+        """Its clustering with the user's options.
+
+        Raises:
+            EngineError: an option is unknown or of a wrong type.
+        """
+        values = context.policy.engines.get(self.name)
+        return self.clustering.changed(self.name, values) if values else self.clustering
+
+    def _missing(self) -> str:
+        try:
+            return self.missing()
+        except Exception as error:  # noqa: BLE001 - someone else's code; becomes the reason
+            return f"the engine {self.name} can't say whether it is there: {type(error).__name__}: {error}"
+
+    def _tensors(self, node: Node, dtypes: tuple[torch.dtype, ...] | None) -> Support:
+        for value in (node, *node.all_input_nodes):
+            for leaf in tree_leaves(fake_value(value)):
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                if leaf.layout is not torch.strided or leaf.is_quantized:
+                    return self._refused(node, "it takes strided tensors alone", str(leaf.layout))
+                if dtypes is not None and leaf.dtype not in dtypes:
+                    shown = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    return self._refused(node, "it does not take the dtype", str(leaf.dtype), shown)
+        return None
+
+    def _refused(self, node: Node, sentence: str, observed: str = "", needed: str = "") -> Reason:
+        reason = self._reason("unsupported_op", sentence)
+        return dataclasses.replace(
+            reason, node=f"{node.name} ({op_name(node)})", source=source_line(node), observed=observed, needed=needed
+        )
+
+    def _reason(self, code: str, sentence: str, *, lever: str = "") -> Reason:
+        if not sentence:
+            raise EngineError(f"the engine {self.name} refuses without a reason")
+        return Reason(code=code, by=self.name, sentence=sentence, lever=lever)

@@ -1,0 +1,76 @@
+"""JAX, imported when it is first used, and its values as the operator table sees them."""
+
+import os
+from typing import Any, Final
+
+import torch
+
+from omnicomp.lowerings.engines.conversion import Lazy, dtype_name
+
+__all__ = ["HIGHEST", "Jax", "as_jax", "jax", "jnp", "lax", "precision_of"]
+
+jnp: Final[Any] = Lazy("jax.numpy")
+lax: Final[Any] = Lazy("jax.lax")
+
+_PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
+HIGHEST: Final = "highest"
+
+
+class _Package:
+    """JAX itself; before it is first imported it is told to take GPU memory as it needs it, not most of it at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        os.environ.setdefault(_PREALLOCATE, "false")
+        import jax
+
+        return getattr(jax, name)
+
+
+jax: Final[Any] = _Package()
+
+
+def as_jax(dtype: torch.dtype) -> Any:
+    """JAX's dtype for one of torch's."""
+    return jnp.dtype(getattr(jnp, "bool_" if dtype == torch.bool else dtype_name(dtype)))
+
+
+def precision_of(kind: str) -> Any:
+    """How products of float32 are computed: as torch is set to for `matmul` or `conv` on CUDA; exactly on the CPU.
+
+    XLA's default on CUDA is TF32, torch's is not for matrix products.
+    """
+    from omnicomp._torch.precision import tf32_settings
+
+    products, convolutions = tf32_settings()
+    allowed = (products if kind == "matmul" else convolutions) == "tf32"
+    return lax.Precision.DEFAULT if allowed else lax.Precision.HIGHEST
+
+
+class Jax:
+    """What `convert` makes of JAX's arrays."""
+
+    def computes_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Half precision is computed in float32, as in torch's kernels, and rounded once."""
+        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """The value in another dtype."""
+        return jnp.asarray(value).astype(as_jax(dtype))
+
+    def number(self, value: float, dtype: torch.dtype) -> Any:
+        """A zero-dimensional constant."""
+        return jnp.asarray(value, dtype=as_jax(dtype))
+
+    def constant(self, tensor: torch.Tensor) -> Any:
+        """A constant of the graph."""
+        return jnp.asarray(tensor.detach().cpu().tolist(), dtype=as_jax(tensor.dtype)).reshape(tuple(tensor.shape))
+
+    def kept(self, value: Any) -> Any:
+        """The value: tracing computes each once."""
+        return value
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """The shape of a value."""
+        return tuple(jnp.shape(value))

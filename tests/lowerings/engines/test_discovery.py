@@ -1,0 +1,120 @@
+import importlib.metadata
+import subprocess
+import sys
+from typing import Any
+
+import fake_engines as fake
+import pytest
+import torch
+
+import omnicomp
+from omnicomp import engine_names
+from omnicomp.cli.doctor import examine
+from omnicomp.engine_names import BUILT_IN
+from omnicomp.errors import EngineError, OptionError
+from omnicomp.lowerings import in_order, lowering
+from omnicomp.lowerings.engines import resolve_engine
+from omnicomp.lowerings.engines.toy import ToyEngine
+
+
+def entries(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    found = [importlib.metadata.EntryPoint(name, value, engine_names.GROUP) for name, value in values.items()]
+    real = importlib.metadata.entry_points
+
+    def entry_points(**wanted: Any) -> Any:
+        return found if wanted.get("group") == engine_names.GROUP else real(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    engine_names.engine_names.cache_clear()
+    resolve_engine.cache_clear()
+
+
+def test_built_in_engines_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries(monkeypatch, acme="fake_engines:Fake", toy="omnicomp.lowerings.engines.toy:ToyEngine")
+    assert engine_names.engine_names() == (*BUILT_IN, "acme")
+
+
+def test_an_engine_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries(monkeypatch, fake="fake_engines:Fake")
+    engine = resolve_engine("fake")
+    assert type(engine) is fake.Fake
+    assert resolve_engine("fake") is engine
+    assert lowering("fake") is engine
+    x = torch.randn(3)
+    options: dict[str, Any] = {"lowerings": ["fake", "eager"]}
+    torch.testing.assert_close(torch.compile(torch.exp, backend="omni", options=options)(x), x.exp())
+
+
+def test_the_order_is_the_policys() -> None:
+    assert [each.name for each in in_order(("toy", "eager"), ("eager", "inductor"))] == ["toy", "eager"]
+    assert [each.name for each in in_order(("inductor", "toy"), ("inductor",))] == ["inductor", "toy", "eager"]
+
+
+def test_an_unknown_engine() -> None:
+    with pytest.raises(EngineError, match=r"unknown engine 'toyy'; known engines are .*; did you mean"):
+        resolve_engine("toyy")
+    with pytest.raises(OptionError, match="lowerings can't contain 'toyy'; did you mean"):
+        torch.compile(torch.exp, backend="omni", options={"lowerings": ["toyy"]})(torch.ones(1))  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_such_module:E", "can't be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("fake_engines:NoSuch", "can't be loaded: AttributeError: .*NoSuch"),
+        ("fake_engines:Build", "can't be loaded: TypeError"),
+        ("fake_engines:Fake", "is no subclass of Engine with that name"),  # its name is another one
+        ("builtins:dict", "is no subclass of Engine with that name"),
+    ],
+)
+def test_what_is_declared_may_be_broken(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
+    entries(monkeypatch, acme=value)
+    with pytest.raises(EngineError, match=message):
+        resolve_engine("acme")
+    # The model is right all the same.
+    x = torch.randn(3)
+    options: dict[str, Any] = {"lowerings": ["acme", "eager"]}
+    torch.testing.assert_close(torch.compile(torch.exp, backend="omni", options=options)(x), x.exp())
+
+
+def test_the_doctor_lists_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = {"fake": "Fake", "fake_missing": "Missing", "fake_unsure": "Unsure", "acme": "NoSuch"}
+    entries(monkeypatch, **{name: f"fake_engines:{value}" for name, value in fakes.items()})
+    checks = {check.name: check for check in examine() if check.name.startswith("engine ")}
+    assert set(checks) == {f"engine {name}" for name in engine_names.engine_names()}
+    toy = checks["engine toy"]
+    assert (toy.status, toy.found) == (
+        "ok", f"{ToyEngine().version()}, {len(ToyEngine.operators)} operators, cpu, training and inference",
+    )  # fmt: skip
+    assert checks["engine fake"].found.startswith("1.0, ")
+    assert checks["engine fake"].found.endswith(" operators, cpu, inference")
+    for name, found in {
+        "fake_missing": 'FakeLib is not installed: pip install "omnicomp[fake]"',
+        "fake_unsure": "libfake.so: undefined symbol",
+    }.items():
+        assert (checks[f"engine {name}"].status, checks[f"engine {name}"].found) == ("note", found)
+    assert "the engine acme can't be loaded: AttributeError" in checks["engine acme"].found
+    assert all(check.status in ("ok", "note") for check in checks.values())
+
+
+def test_names_are_known_without_importing_any_engine() -> None:
+    """An option is checked before a library is loaded."""
+    code = (
+        "import sys, omnicomp.engine_names as n; assert 'toy' in n.engine_names(); "
+        "import omnicomp.lowerings; "
+        "loaded = [m for m in sys.modules if m.split('.')[0] in ('openvino', 'onnxruntime', 'jax', 'tvm', 'onnx')]; "
+        "assert not loaded, loaded; "
+        "assert not any(m.startswith('omnicomp.lowerings.engines.toy') for m in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_engine_options_of_what_is_no_mapping() -> None:
+    for value, message in (
+        (["toy"], "engines takes a mapping of engines to their options"),
+        ({"toy": 3}, "the options of 'toy' are a mapping, not 3"),
+        ({"toyy": {}}, "unknown engine 'toyy'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            omnicomp.options.parse(None, {"engines": value})
