@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,16 +18,22 @@ from torch.utils._pytree import tree_leaves
 from omnicomp import passes
 from omnicomp._torch import dynamo, inductor
 from omnicomp.cache_keys import KeyParts
+from omnicomp.content import content_of_all
 from omnicomp.costs import known_sizes
 from omnicomp.devices import Device, primary_device, resolve_device
+from omnicomp.graph_breaks import record_graph_break
 from omnicomp.graphs import all_nodes, call_count, fake_value, function_name, module_path, source_line
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.once import harmless
 from omnicomp.options import Policy
+from omnicomp.outlets import attach_all
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.precision import record_without_tf32
 from omnicomp.records import distinct
-from omnicomp.timeline import Capture, NodePlacement, Option, Reason, attach, current
+from omnicomp.settings import effective_options
+from omnicomp.timeline import Capture, NodePlacement, Option, Reason, Stage, current, rank
+from omnicomp.timeline.values import common_path
 from omnicomp.verdicts import wrong_code
 
 __all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts", "package_digest", "version"]
@@ -70,9 +78,7 @@ def capture_graph(
 ) -> CapturedGraph:
     """Record the graph and choose its device."""
     timeline = current()
-    attach(timeline, None)
-    if policy.timeline is not None:
-        attach(timeline, policy.timeline)
+    attach_all(timeline, policy)
     nodes = list(all_nodes(gm))
     tensors = [v for v in tree_leaves([fake_value(n) for n in nodes]) if isinstance(v, torch.Tensor)]
     tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
@@ -80,7 +86,9 @@ def capture_graph(
         primary_device(t.device.type for t in tensors) if policy.device == "auto" else resolve_device(policy.device)
     )
     training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
-    id, modules, function = timeline.next_graph(), distinct(map(module_path, nodes)), function_name(nodes)
+    paths = [module_path(node) for node in nodes]
+    id, modules, function = timeline.next_graph(), distinct(paths), function_name(nodes)
+    effective, origins = effective_options(policy, options)
     scope = _scope(policy, id, nodes)
     parts = {**key_parts(policy, device), **({"what rules of placement go by": ("", scope)} if scope else {})}
     graph = CapturedGraph(
@@ -103,14 +111,44 @@ def capture_graph(
             dynamic=any(isinstance(v, torch.SymInt) for v in inputs),
             mode=policy.mode,
             options=dict(options or {}),
-            versions={"torch": torch.__version__, "omnicomp": version()},
+            versions=_versions(device),
+            effective=effective,
+            origins=origins,
+            module=common_path(filter(None, paths)),
+            fingerprint=content_of_all(nodes),
+            device_name=_name_of(device),
+            platform=f"{platform.system()} {platform.machine()}",
+            pid=os.getpid(),
+            rank=rank(),
         ),
     )
     timeline.append(graph.capture)
+    tracing = dynamo.seconds_of_tracing()
+    if tracing is not None:
+        timeline.append(Stage(graph=id, stage="dynamo", seconds=tracing))
+    record_graph_break(gm, id, timeline)
     record_without_tf32(id, policy.dtype_policy, device, timeline)
     if inductor.freezing_requested(policy.inductor):
         _record_freezing(graph)
     return graph
+
+
+@functools.cache
+def _name_of(device: Device) -> str:
+    """Name of a device for a person; empty if it does not tell."""
+    name = ""
+    with harmless("the device's name"):
+        name = device.capabilities().name if device.is_available() else ""
+    return name
+
+
+def _versions(device: Device) -> dict[str, str]:
+    """Of the software that a graph is compiled with."""
+    found = {"torch": torch.__version__, "omnicomp": version(), "python": platform.python_version()}
+    toolkit = torch.version.cuda or torch.version.hip
+    if device.type == "cuda" and toolkit:
+        found["hip" if torch.version.hip else "cuda"] = toolkit
+    return found
 
 
 def _record_freezing(graph: CapturedGraph) -> None:

@@ -18,6 +18,7 @@ from omnicomp._torch.fx import copy_module
 from omnicomp._torch.sources import dump_constant, from_source, load_constant
 from omnicomp._torch.stitched import StitchedGraph
 from omnicomp._torch.taps import tapped
+from omnicomp.enforcement import within_budget
 from omnicomp.graphs import fake_value
 from omnicomp.layouts import depends_on_data, layout_of, restride
 from omnicomp.localize import first_line
@@ -28,6 +29,7 @@ from omnicomp.memory import sampled
 from omnicomp.once import Once
 from omnicomp.partition import Call, Piece, Stitching
 from omnicomp.precision import with_tf32
+from omnicomp.ranges import named
 from omnicomp.records import PartRecord, emit_cudagraphs_off, emit_ran, read_record
 from omnicomp.timeline import Cache, Subgraph
 from omnicomp.witness import Witness
@@ -191,6 +193,7 @@ def _guarded(
         )
         result = dataclasses.replace(result, call=guard.boxed())
     call = sampled(with_tf32(result.call, context), context, f"{context.part_id}.{index}")
+    call = within_budget(named(call, context, f"{context.part_id}.{index}", result.lowering), context)
     # What the graph writes to is not known here, so that a forward can't be given up.
     witness = Witness(context, result.lowering, calls, path=result.generated, repeatable=False)
 

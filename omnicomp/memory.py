@@ -1,4 +1,7 @@
-"""Memory of the device around each call of a subgraph, for the timeline: the option `memory` asks for it."""
+"""Memory of the device around each call of a subgraph, for the timeline, and its time (`omnicomp.timing`).
+
+The options `memory` and `timing` ask for them.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,6 +9,7 @@ from typing import Any
 
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.timeline import Memory
+from omnicomp.timing import timed
 
 __all__ = ["sampled"]
 
@@ -13,7 +17,9 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def sampled(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
-    """The callable with an event for each call that returns; itself if the policy does not ask for it.
+    """The callable with its time and memory observed; itself if the policy does not ask for either.
+
+    With the option `memory` there is an event for each call that returns.
 
     The device is waited for before and after, and its peak is reset: the user's own statistics start anew.
 
@@ -22,6 +28,7 @@ def sampled(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
         context: where it belongs.
         subgraph: its id.
     """
+    call = timed(call, context, subgraph)
     if not context.policy.memory:
         return call
     device, calls = context.device, itertools.count()

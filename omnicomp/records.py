@@ -17,8 +17,11 @@ from torch.fx import GraphModule, Node
 from omnicomp import fallbacks
 from omnicomp._torch import inductor
 from omnicomp._torch.lookups import Lookup
+from omnicomp.boundaries import boundaries
 from omnicomp.cache_keys import verdict
+from omnicomp.content import content
 from omnicomp.costs import cost_of, hint_of_text, size_of
+from omnicomp.enforcement import within_budget
 from omnicomp.graphs import fake_value, module_path, op_name, source_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
@@ -29,8 +32,10 @@ from omnicomp.memory import sampled
 from omnicomp.partition import Piece
 from omnicomp.placement import Plan
 from omnicomp.precision import with_tf32
+from omnicomp.ranges import named
 from omnicomp.timeline import (
     Attempt,
+    Boundary,
     Cache,
     Event,
     NodePlacement,
@@ -41,6 +46,7 @@ from omnicomp.timeline import (
     Subgraph,
 )
 from omnicomp.timeline.reading import event_from_dict
+from omnicomp.timeline.values import common_path
 from omnicomp.witness import Witness
 
 __all__ = ["PartRecord", "distinct", "emit_cudagraphs_off", "emit_ran", "read_record", "replay"]
@@ -89,12 +95,14 @@ class PartRecord:
             declined=(*refused, *plan.declined),
             note=self._note(plan),
         )
+        self._declined = {node.node for node in plan.declined}
         self._subgraphs: list[Subgraph] = []
         self._overrides: dict[str, list[str]] = {}
         self._calls: dict[str, list[PlannedCall]] = {}
         for index, run in enumerate(plan.runs):
             piece = pieces[index] if pieces else None
             self._describe(index, run.lowering, run.nodes, _boundary(module, piece), whole=piece is None)
+        self._boundaries = boundaries(pieces, context)
 
     def subgraph_id(self, index: int) -> str:
         """Id of a subgraph of this part."""
@@ -102,7 +110,8 @@ class PartRecord:
 
     def dumps(self) -> str:
         """The record as it is kept in the artefact."""
-        events: list[Event] = [self._placement, *self._subgraphs, *self._attempts([("", 0.0)] * len(self._plan.runs))]
+        attempts = self._attempts([("", 0.0)] * len(self._plan.runs))
+        events: list[Event] = [self._placement, *self._subgraphs, *self._boundaries, *attempts]
         text = json.dumps([_without_identity(event, self._whole) for event in events], sort_keys=True)
         return text.replace(f'"{self._context.part_id}', '"@')
 
@@ -112,7 +121,7 @@ class PartRecord:
 
     def emit_pieces(self, builds: Sequence[tuple[str, float]]) -> None:
         """Record that every subgraph was built; `builds` has the artefact and the seconds of each."""
-        self._append(self._placement, *self._subgraphs, *self._attempts(builds))
+        self._append(self._placement, *self._subgraphs, *self._boundaries, *self._attempts(builds))
 
     def emit_empty(self) -> None:
         """Record a part without operators: it only passes its inputs on."""
@@ -148,6 +157,7 @@ class PartRecord:
                 outputs=outputs,
                 modules=self._context.modules if whole else distinct(map(module_path, nodes)),
                 sources=self._context.sources if whole else distinct(map(source_line, nodes)),
+                module="" if whole else common_path(filter(None, map(module_path, nodes))),
             )
         )
         calls = self._calls.setdefault(identity, [])
@@ -171,6 +181,7 @@ class PartRecord:
                     outputs=[fake_value(node)],
                     modules=distinct([module_path(node)]),
                     sources=distinct([source_line(node)]),
+                    module=module_path(node),
                 )
             )
 
@@ -184,6 +195,7 @@ class PartRecord:
         outputs: list[Any],
         modules: tuple[str, ...],
         sources: tuple[str, ...],
+        module: str,
     ) -> Subgraph:
         cost = cost_of(nodes)
         size, size_hint = size_of([*inputs, *outputs])
@@ -202,6 +214,9 @@ class PartRecord:
             outputs=len(outputs),
             modules=modules,
             sources=sources,
+            module=module,
+            fingerprint=content(nodes),
+            refused=tuple(node.name for node in nodes if node.name in self._declined)[:_SHOWN],
         )
 
     def _note(self, plan: Plan) -> str:
@@ -277,8 +292,9 @@ def emit_cudagraphs_off(context: LoweringContext) -> None:
 
 def _without_identity(event: Event, whole: bool) -> dict[str, Any]:
     dropped = _UNRECORDED
-    if isinstance(event, Subgraph):
-        dropped += (*_HINTS, *_PLACES) if whole and "/" not in event.subgraph else _HINTS
+    if isinstance(event, (Subgraph, Boundary)):
+        places = whole and isinstance(event, Subgraph) and "/" not in event.subgraph
+        dropped += (*_HINTS, *_PLACES) if places else _HINTS
     return {key: value for key, value in event.to_dict().items() if key not in dropped}
 
 
@@ -338,6 +354,8 @@ def replay(kept: inductor.Kept, context: LoweringContext, compiled: Any) -> None
         inductor.exchange_callable(compiled, lambda _: guard.boxed())
     inductor.exchange_callable(compiled, lambda call: with_tf32(call, context))
     inductor.exchange_callable(compiled, lambda call: sampled(call, context, f"{context.part_id}.0"))
+    inductor.exchange_callable(compiled, lambda call: named(call, context, f"{context.part_id}.0"))
+    inductor.exchange_callable(compiled, lambda call: within_budget(call, context))
 
     def ran() -> None:
         if guard is None or not guard.stepped_down:
@@ -379,7 +397,9 @@ def read_record(
     overrides: list[PlannedCall] = []
     for data in json.loads((record or "[]").replace('"@', f'"{context.part_id}')):
         event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
-        if isinstance(event, Subgraph):
+        if isinstance(event, Boundary):
+            event = dataclasses.replace(event, bytes_hint=hint_of_text(event.bytes, context.sizes))
+        elif isinstance(event, Subgraph):
             event = _read_afresh(event, context, whole)
             subgraphs.append(event)
             overrides += _calls_again(event)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Generator
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from torch._dynamo.exc import (
     Unsupported,
     exceptions_allowed_to_be_fallback,
 )
+from torch._dynamo.utils import get_metrics_context
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "compile_lock",
     "disable",
     "leave_transforms_on_error",
+    "seconds_of_tracing",
     "user_error",
 ]
 
@@ -41,6 +44,12 @@ def compile_id() -> str:
     """Dynamo's id of the compilation under way, for example `0/1` (frame 0, first recompile); empty outside one."""
     found = torch._guards.CompileContext.current_compile_id()
     return str(found) if found is not None else ""
+
+
+def seconds_of_tracing() -> float | None:
+    """Wall time since Dynamo began with the frame under way; None outside of a compilation."""
+    context = get_metrics_context()
+    return max(time.time() - context._start_time_ns / 1e9, 0.0) if context.in_progress() else None
 
 
 @functools.cache

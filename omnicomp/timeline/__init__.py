@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from omnicomp.timeline.boundaries import Boundary
+from omnicomp.timeline.candidates import Candidate
 from omnicomp.timeline.events import (
-    EVENT_TYPES,
     SCHEMA_VERSION,
     Attempt,
     Cache,
@@ -24,18 +25,22 @@ from omnicomp.timeline.events import (
     Verification,
     Weights,
 )
+from omnicomp.timeline.kinds import EVENT_TYPES
 from omnicomp.timeline.levels import backend_timeline as _levels
 from omnicomp.timeline.reasons import CODES, Reason
 from omnicomp.timeline.recorder import Sink, Timeline, current, rank
 from omnicomp.timeline.sinks import JsonLinesSink, attach, read_events
+from omnicomp.timeline.spent import Stage, Timing
 
 __all__ = [
     "CODES",
     "EVENT_TYPES",
     "SCHEMA_VERSION",
     "Attempt",
+    "Boundary",
     "Cache",
     "Calibration",
+    "Candidate",
     "Capture",
     "Event",
     "JsonLinesSink",
@@ -51,8 +56,10 @@ __all__ = [
     "Rewrite",
     "Sink",
     "Speculation",
+    "Stage",
     "Subgraph",
     "Timeline",
+    "Timing",
     "Verification",
     "Weights",
     "attach",

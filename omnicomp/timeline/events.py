@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Final
 from omnicomp.timeline.reasons import Reason
 
 __all__ = [
-    "EVENT_TYPES",
     "SCHEMA_VERSION",
     "Attempt",
     "Cache",
@@ -82,7 +81,15 @@ class Capture(Event):
         mode: torch.compile's mode.
         variant: `general` for the variant that needs no assumption of a graph that has one that does; empty otherwise.
         options: what the user passed, as given.
-        versions: `{"torch": …, "omnicomp": …}`.
+        versions: `{"torch": …, "omnicomp": …, "python": …}`, and what else of the device's software has one.
+        effective: the value of every option as it took effect, as text.
+        origins: who gave each of them its value: `options`, `mode …`, `environment …` or `default`.
+        module: the path that all of its module paths begin with, or empty.
+        fingerprint: what the graph consists of, as `omnicomp.content.content` tells it.
+        device_name: name of the device for a person, or empty.
+        platform: operating system and machine type, for example `Linux x86_64`.
+        pid: the process.
+        rank: the process' rank in a distributed job, else 0.
     """
 
     compile_id: str = ""
@@ -95,6 +102,14 @@ class Capture(Event):
     variant: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     versions: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    effective: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    origins: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    module: str = ""
+    fingerprint: str = ""
+    device_name: str = ""
+    platform: str = ""
+    pid: int = 0
+    rank: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,6 +236,9 @@ class Subgraph(Event):
         outputs: number of outputs.
         modules: up to eight module paths that its nodes come from.
         sources: up to eight `file:line` that its nodes come from.
+        module: the path that all of its module paths begin with; empty for a whole part, which has its graph's.
+        fingerprint: what it consists of, as `omnicomp.content.content` tells it.
+        refused: names of up to eight of its nodes that an earlier lowering of the policy refused.
     """
 
     part: str
@@ -236,6 +254,9 @@ class Subgraph(Event):
     outputs: int = 0
     modules: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    module: str = ""
+    fingerprint: str = ""
+    refused: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -440,15 +461,6 @@ class Memory(Event):
     before_bytes: int = -1
     after_bytes: int = -1
     peak_bytes: int = -1
-
-
-EVENT_TYPES: Final[dict[str, type[Event]]] = {
-    cls.type: cls
-    for cls in (
-        *(Capture, Option, PassRun, Rewrite, NearMiss, Speculation),
-        *(Placement, Subgraph, Attempt, Retreat, Ran, Verification, Cache, Weights, Calibration, Memory),
-    )
-}
 
 
 def _plain(value: Any) -> Any:

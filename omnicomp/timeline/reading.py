@@ -1,10 +1,12 @@
 """Events from their JSON form, each field checked: what was written by another version or by hand is met here."""
 
 import dataclasses
+import functools
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from omnicomp.timeline.events import EVENT_TYPES, SCHEMA_VERSION, Event, NodePlacement
+from omnicomp.timeline.events import SCHEMA_VERSION, Event, NodePlacement
+from omnicomp.timeline.kinds import EVENT_TYPES
 from omnicomp.timeline.reasons import Reason
 
 __all__ = ["event_from_dict"]
@@ -16,20 +18,40 @@ def _node_placement(data: dict[str, Any]) -> NodePlacement:
     return NodePlacement(**{key: str(value) for key, value in data.items() if key in known}, chain=chain)
 
 
-def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """What a field of an event may be: the types of its value, and of the items of that, if those are plain."""
+
+    name: str
+    kinds: frozenset[type]
+    items: type | None
+
+
+@functools.cache
+def _fields(cls: type[Event]) -> tuple[_Field, ...]:
+    found: list[_Field] = []
+    for field in dataclasses.fields(cls):
+        hint: Any = field.type
+        alternatives = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds: set[Any] = {get_origin(kind) or kind for kind in alternatives}
+        inner = next((kind for kind in get_args(hint) if kind is not Ellipsis), None) if tuple in kinds else None
+        if dict in kinds:
+            inner = get_args(hint)[1]
+        if float in kinds:
+            kinds.add(int)
+        found.append(_Field(field.name, frozenset(kinds), inner if inner in (str, int) else None))
+    return tuple(found)
+
+
+def _check(field: _Field, value: Any) -> None:
     """Refuse a value whose kind is not the field's: a view would fail on it far from the line that has it."""
-    items: list[Any] = list(value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ())
-    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-    accepted: tuple[Any, ...] = tuple(get_origin(kind) or kind for kind in kinds)
-    if float in accepted:
-        accepted += (int,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+    if type(value) not in field.kinds:
         raise TypeError(f"its field {field.name!r} can't be {type(value).__name__}")
-    inner: tuple[Any, ...] = get_args(field.type)
-    if tuple in accepted and str in inner and not all(isinstance(item, str) for item in items):
-        raise TypeError(f"its field {field.name!r} must hold text")
-    if dict in accepted and int in inner and not all(isinstance(item, int) for item in items):
-        raise TypeError(f"its field {field.name!r} must hold whole numbers")
+    if field.items is not None and value:
+        for item in value.values() if type(value) is dict else value:
+            if not isinstance(item, field.items):
+                kind = "text" if field.items is str else "whole numbers"
+                raise TypeError(f"its field {field.name!r} must hold {kind}")
 
 
 def event_from_dict(data: dict[str, Any]) -> Event | None:
@@ -51,16 +73,17 @@ def event_from_dict(data: dict[str, Any]) -> Event | None:
     if cls is None:
         return None
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.name not in data:
+    for field in _fields(cls):
+        name = field.name
+        if name not in data:
             continue
-        value = data[field.name]
-        if field.name == "reason" and isinstance(value, dict):
-            value = Reason.from_dict(value)
-        elif field.name == "declined":
+        value = data[name]
+        if name == "declined":
             value = tuple(_node_placement(item) for item in value)
-        elif isinstance(value, list):
+        elif type(value) is list:
             value = tuple(value)
+        elif name == "reason" and type(value) is dict:
+            value = Reason.from_dict(value)
         _check(field, value)
-        values[field.name] = value
+        values[name] = value
     return cls(**values)

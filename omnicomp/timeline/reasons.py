@@ -14,7 +14,11 @@ CODES: Final[dict[str, str]] = {
     "override_refused": "an override matched, but its checker refused the arguments",
     "lowering_excluded": "the lowering is not in the policy, or the device does not have it",
     "unsupported_op": "the lowering can't take the operator",
+    "engine_missing": "the library of an engine is not installed, or too old",
+    "cluster_refused": "an engine takes the operators, but not the subgraph that they make",
     "unsafe_in_eager": "the operator would give other values outside the compiled graph",
+    # capture
+    "graph_break": "Dynamo ended the graph before the function was over: the rest is a graph of its own",
     # building
     "build_failed": "the lowering raised while it built the subgraph",
     "cut_out": "the node was cut out because building it failed",
@@ -23,6 +27,9 @@ CODES: Final[dict[str, str]] = {
     # calling
     "call_failed": "the executable raised in a call",
     "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
+    "weights_changed": "a weight that was built into an executable has changed since",
+    "engine_crashed": "the process that tried an engine on the subgraph died",
+    "slower": "another candidate was measured to be faster",
     "verification_failed": "a result was farther from a higher precision than eager's own",
     # passes
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",

@@ -4,6 +4,7 @@ Nothing in the compiler reads it to decide anything; sinks and views read it aft
 reported once and dropped: recording never breaks the user's program.
 """
 
+import contextvars
 import dataclasses
 import itertools
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from omnicomp.timeline.events import Event
+from omnicomp.timeline.privacy import cleaner
 
 __all__ = ["Sink", "Timeline", "current", "rank"]
 
@@ -71,18 +73,19 @@ class Timeline:
         return f"g{next(self._graphs)}"
 
     def append(self, event: Event) -> Event:
-        """Stamp the event with time and position, keep it, and hand it to the sinks.
+        """Stamp the event with time and position, keep it without secrets, and hand it to the sinks.
 
         Returns:
             The stamped event.
         """
+        event = cleaner().value(event)
         with self._lock:
             if self._pid != os.getpid():
                 self._after_fork()
             stamped = dataclasses.replace(event, time=time.time(), seq=len(self._events))
             self._events.append(stamped)
-            for key, sink in list(self._sinks.items()):
-                self._write(key, sink, stamped)
+            if self._sinks:
+                self._write(stamped)
             return stamped
 
     def add_sink(self, key: str, sink: Sink) -> None:
@@ -101,24 +104,27 @@ class Timeline:
     def clear(self) -> None:
         """Forget all events and close all sinks; graph ids go on counting. For tests and long-lived servers."""
         with self._lock:
-            self._events.clear()
             for sink in self._sinks.values():
                 sink.close()
             self._sinks.clear()
+            self._events.clear()
 
-    def _write(self, key: str, sink: Sink, event: Event) -> None:
-        try:
-            record = event.to_dict()
-            record.update(pid=self._pid, rank=rank(), thread=threading.current_thread().name)
-            sink.write(record)
-        except Exception as error:  # noqa: BLE001 - logged; a sink may be anyone's
-            del self._sinks[key]
-            log.warning(
-                "the timeline can't be written to %s (%s); the program goes on without it, "
-                "and the events stay in memory for omnicomp.audit()",
-                key,
-                error,
-            )
+    def _write(self, event: Event) -> None:
+        record: dict[str, Any] | None = None
+        for key, sink in list(self._sinks.items()):
+            try:
+                if record is None:
+                    record = event.to_dict()
+                    record.update(pid=self._pid, rank=rank(), thread=threading.current_thread().name)
+                sink.write(record)
+            except Exception as error:  # noqa: BLE001 - logged; a sink may be anyone's
+                self._sinks.pop(key, None)
+                log.warning(
+                    "the timeline can't be written to %s (%s); the program goes on without it, "
+                    "and the events stay in memory for omnicomp.audit()",
+                    cleaner().text(key),
+                    cleaner().text(str(error)),
+                )
 
     def _after_fork(self) -> None:
         """Keep the parent's events and give a forked child sinks of its own (`%p` in a path makes it another file)."""
@@ -126,6 +132,7 @@ class Timeline:
 
 
 _current = Timeline()
+drafts: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("omnicomp.timeline", default=None)
 
 
 def _renew_lock() -> None:
@@ -138,5 +145,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def current() -> Timeline:
-    """The timeline of this process."""
-    return _current
+    """The timeline of this process, or what stands in for it while something is tried (`omnicomp.timeline.drafts`)."""
+    draft = drafts.get()  # an empty one is false
+    return _current if draft is None else draft

@@ -1,75 +1,152 @@
-"""Sinks of the timeline: JSON Lines files, and the reader that is their inverse."""
+"""JSON Lines files of the timeline: one object a line, with a limit on their size if one is set."""
 
 import json
 import logging
 import os
+import re
+import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from omnicomp.errors import TimelineError
-from omnicomp.timeline.events import Event
-from omnicomp.timeline.reading import event_from_dict
+from omnicomp.errors import OptionError
+from omnicomp.timeline import privacy
+from omnicomp.timeline.files import ROTATED, read_events, read_records
 from omnicomp.timeline.recorder import Timeline, rank
 
-__all__ = ["ENVIRONMENT_VARIABLE", "JsonLinesSink", "attach", "expand", "read_events", "read_records"]
+try:
+    import fcntl
+except ImportError:  # Windows: processes that share a file don't rotate it at the same moment
+    fcntl = None
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "LIMIT_VARIABLE",
+    "JsonLinesSink",
+    "attach",
+    "expand",
+    "parse_size",
+    "read_events",
+    "read_records",
+]
 
 log = logging.getLogger("omnicomp.timeline")
 
 ENVIRONMENT_VARIABLE: Final = "OMNICOMP_TIMELINE"
+LIMIT_VARIABLE: Final = "OMNICOMP_TIMELINE_MAX_BYTES"
+
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 _unwritable: set[str] = set()
 _unwritable_lock = threading.Lock()
 
 
 def expand(path: str) -> Path:
-    """Replace `%p` by the process id and `%r` by the rank (`RANK`, else 0), and `~` by the home folder."""
-    return Path(path.replace("%p", str(os.getpid())).replace("%r", str(rank()))).expanduser()
+    """Replace `%p` by the process id, `%r` by the rank (`RANK`, else 0), `%h` by the host's name, `~` by the home."""
+    name = path.replace("%p", str(os.getpid())).replace("%r", str(rank()))
+    return Path(name.replace("%h", socket.gethostname()) if "%h" in name else name).expanduser()
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of `65536`, `64K`, `64M` or `1G`; None for an empty text or 0, which is no limit.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    if not text.strip():
+        return None
+    if match is None:
+        raise OptionError(f"{LIMIT_VARIABLE} takes a number of bytes such as 64M, not {text!r}")
+    return int(match[1]) * _UNITS[match[2].upper()] or None
 
 
 class JsonLinesSink:
-    """Appends one JSON object a line and flushes it, so that a killed process loses at most its last line.
+    """Appends one JSON object a line by one unbuffered `write`, so that a killed process loses at most its last line.
 
     A forked child opens a file of its own if the path has `%p`, and else appends to the same file: single `write`
-    calls in append mode do not tear.
+    calls in append mode do not tear. Under a limit, a file that would grow beyond half of it is renamed (`.1` is
+    appended to its name, and what had that name is lost), and a new one is begun.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, max_bytes: int | None = None) -> None:
         """Open the file for appending.
 
         Args:
-            path: with `%p` and `%r` as in `expand`; missing folders are made.
+            path: with `%p`, `%r` and `%h` as in `expand`; missing folders are made.
+            max_bytes: that the file and the rotated one may have together; None for the limit of the environment
+                variable `OMNICOMP_TIMELINE_MAX_BYTES`, if it is set.
 
         Raises:
             OSError: the file can't be opened for writing.
+            OptionError: the environment's limit is no size.
         """
         self._pattern = path
+        limit = parse_size(os.environ.get(LIMIT_VARIABLE, "")) if max_bytes is None else max_bytes
+        self._each = None if not limit else max(limit // 2, 1)
         self._file = self._open()
 
     def _open(self) -> IO[bytes]:
         self._pid = os.getpid()
-        target = expand(self._pattern)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return target.open("ab", buffering=0)
+        self._path = expand(self._pattern)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("ab", buffering=0)
+        # What a killed process left of its last line must not take the next one with it.
+        self._start = b"\n" if _ends_within_a_line(self._path) else b""
+        return file
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one event."""
         if self._pid != os.getpid():
             self._file = self._open()
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
-        self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
+        line = text.encode("utf-8", "backslashreplace") + b"\n"
+        if self._each is not None:
+            size = os.fstat(self._file.fileno()).st_size
+            if size and size + len(line) > self._each:
+                self._rotate()
+        line, self._start = self._start + line, b""
+        while line:
+            line = line[self._file.write(line) :]
+
+    def _rotate(self) -> None:
+        """Begin a new file, unless another process that writes to it just did."""
+        descriptor = self._file.fileno()
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            if self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                os.replace(self._path, f"{self._path}{ROTATED}")
+        finally:
+            self._file.close()  # which releases the lock
+        self._file = self._open()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def attach(timeline: Timeline, path: str | None = None) -> None:
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file():  # a pipe, or /dev/stderr
+        return False
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def attach(timeline: Timeline, path: str | None = None, max_bytes: int | None = None) -> None:
     """Add the JSON Lines sink named by `path`, or by the environment if it is None.
 
     A path that can't be written warns once a path and is left: a run is never lost to its log.
+
+    Args:
+        timeline: what to write.
+        path: see `JsonLinesSink`.
+        max_bytes: likewise.
     """
+    privacy.refresh()
     pattern = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "")
     if not pattern or timeline.has_sink(pattern):
         return
@@ -77,63 +154,15 @@ def attach(timeline: Timeline, path: str | None = None) -> None:
         if pattern in _unwritable:
             return
         try:
-            sink = JsonLinesSink(pattern)
+            sink = JsonLinesSink(pattern, max_bytes)
         except OSError as error:
             _unwritable.add(pattern)
             log.warning(
                 "the timeline can't be written to %s (%s); the program goes on without it: "
                 "name a writable path in options={'timeline': ...} or %s",
-                pattern,
+                privacy.cleaner().text(pattern),
                 error.strerror or error,
                 ENVIRONMENT_VARIABLE,
             )
             return
     timeline.add_sink(pattern, sink)
-
-
-def read_events(path: str | Path) -> Iterator[Event]:
-    """Read a JSON Lines timeline.
-
-    A last line without its newline (a process was killed while writing) is skipped with a log message.
-
-    Raises:
-        TimelineError: the file is missing, unreadable, or a line is no event; the message names the line.
-    """
-    return (event for _, event in read_records(path))
-
-
-def read_records(path: str | Path) -> Iterator[tuple[dict[str, Any], Event]]:
-    """Like `read_events`, each event with its JSON form, which also tells the process, the rank and the thread."""
-    file = Path(path)
-    try:
-        stream = file.open("rb")
-    except OSError as error:
-        raise TimelineError(f"{file} can't be read ({error.strerror}); give the path of a timeline file") from None
-    with stream:
-        try:
-            for number, line in enumerate(stream, start=1):
-                record = _parse(file, number, line)
-                if record is not None:
-                    yield record
-        except OSError as error:
-            raise TimelineError(f"{file} can't be read ({error.strerror}); give the path of a timeline file") from None
-
-
-def _parse(file: Path, number: int, line: bytes) -> tuple[dict[str, Any], Event] | None:
-    if not line.strip():
-        return None
-    try:
-        data = json.loads(line)
-        if not isinstance(data, dict):
-            raise TypeError("it is no JSON object")
-        event = event_from_dict(data)
-        return None if event is None else (data, event)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if not line.endswith(b"\n") and number > 1:
-            log.warning("%s: the last line is incomplete and was skipped", file)
-            return None
-        detail = "it is not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else error
-        raise TimelineError(
-            f"{file}, line {number} is no timeline event ({detail}); give a file that "
-            f"{ENVIRONMENT_VARIABLE} or options={{'timeline': ...}} wrote"
-        ) from None

@@ -22,7 +22,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "folder" / "t.jsonl"
     timeline = Timeline()
     attach(timeline, str(path))
-    timeline.append(Capture(graph="g0", function="naïve"))
+    timeline.append(Capture(graph="g0", function="naïve", pid=os.getpid()))
     timeline.append(Placement(graph="g0", part="forward", nodes={"eager": 1}))
     assert tuple(read_events(path)) == timeline.events()
 
@@ -45,6 +45,11 @@ def test_the_path_tells_process_and_rank_apart(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RANK", "2")
     record(str(tmp_path / "t-%p-%r.jsonl"), "g0")
     assert [path.name for path in tmp_path.iterdir()] == [f"t-{os.getpid()}-2.jsonl"]
+
+
+def test_the_path_tells_hosts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    assert expand("runs/%h-%r.jsonl") == Path("runs/node7-0.jsonl")
 
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,12 +95,12 @@ def test_a_torn_last_line_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "incomplete" in caplog.text
 
 
-def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_a_line_is_begun_behind_one_that_a_killed_process_left(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    record(str(path), "g0")
-    path.write_bytes(path.read_bytes()[:-20] + b"\n" + path.read_bytes())
-    with pytest.raises(TimelineError, match="line 1 is no timeline event"):
-        list(read_events(path))
+    record(str(path), "g0", "g1")
+    path.write_bytes(path.read_bytes()[:-20])
+    record(str(path), "g2")
+    assert [event.graph for event in read_events(path)] == ["g0", "g2"]
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"3\n", b"{}"])

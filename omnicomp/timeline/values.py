@@ -1,0 +1,40 @@
+"""Text that is the same in every process, for the timeline and for who compares two of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+__all__ = ["common_path", "text_of"]
+
+_DEEPEST: Final = 8
+
+
+def common_path(paths: Iterable[str]) -> str:
+    """The module path that all of the paths begin with: `layers.3` of `layers.3.attn` and `layers.3.mlp`; or empty."""
+    shared: list[str] | None = None
+    for path in paths:
+        names = path.split(".")
+        if shared is None:
+            shared = names
+        elif shared != names[: len(shared)]:
+            same = (index for index, (one, other) in enumerate(zip(shared, names, strict=False)) if one != other)
+            shared = shared[: next(same, min(len(shared), len(names)))]
+    return ".".join(shared or ())
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """A value as a person would write it: lists without brackets, functions and classes by their names.
+
+    Args:
+        value: of an option.
+        depth: how many containers it is inside of; what is inside of more than eight is left out.
+    """
+    if depth > _DEEPEST:
+        return "…"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {text_of(item, depth + 1)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(text_of(item, depth + 1) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return ", ".join(sorted(text_of(item, depth + 1) for item in value))
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else str(value)
