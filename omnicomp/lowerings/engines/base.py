@@ -73,7 +73,7 @@ class Engine(abc.ABC):
         operators: which operators it takes; each subclass has its own, with what it inherits.
     """
 
-    name: ClassVar[str]
+    name: str
     clustering: ClassVar[Clustering] = Clustering()
     contiguous: ClassVar[bool] = True
     bakes: ClassVar[bool] = True

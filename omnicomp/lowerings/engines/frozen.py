@@ -1,7 +1,7 @@
 """Inductor, well set: weights built in and packed, `tanh` as arithmetic that vectorises, and optionally a C++ wrapper.
 
-It is an engine as it builds weights in, which Inductor's own freezing does without looking at them again: here they are
-followed (`omnicomp.constants`), and a changed weight is never passed by. docs/benchmarks.md has what each setting gives.
+It is an engine as it builds weights in. Inductor's own freezing never looks at them again; here they are followed
+(`omnicomp.constants`), and a changed weight is never passed by. docs/benchmarks.md has what each setting gives.
 """
 
 import dataclasses
@@ -91,11 +91,13 @@ class FrozenInductor(Engine):
 
 
 def uses_tanh(node: Node) -> bool:
-    """Whether Inductor's code for a node computes `tanh`: by name, or `gelu` in its approximation by it."""
-    name = op_name(node)
-    if name.startswith("aten.gelu"):
-        return node.kwargs.get("approximate") == "tanh"
-    return name.startswith(("aten.tanh.", "Tensor.tanh", "torch.tanh"))
+    """Whether Inductor's code for a node computes `tanh`: by name, or `gelu` in its approximation by it.
+
+    Args:
+        node: of a graph before or after autograd.
+    """
+    parts = op_name(node).split(".")
+    return "tanh" in parts or ("gelu" in parts and node.kwargs.get("approximate") == "tanh")
 
 
 class _Frozen(EngineExecutable):
@@ -110,5 +112,3 @@ class _Frozen(EngineExecutable):
     def description(self) -> str:
         """With which settings."""
         return ", ".join(["Inductor, frozen", *self._settings])
-
-
