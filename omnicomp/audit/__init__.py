@@ -3,35 +3,87 @@
 from collections.abc import Iterable
 from os import PathLike
 
-from omnicomp.audit.builder import build
-from omnicomp.audit.model import AUDIT_SCHEMA, Audit, Fallback, GraphAudit, PartAudit, Sites, SubgraphAudit
-from omnicomp.audit.source import read
+from omnicomp.audit.builder import build, fold
+from omnicomp.audit.changes import AuditDiff, Change, Measure
+from omnicomp.audit.compare import compare
+from omnicomp.audit.facts import Environment, Fallback, MemoryUse, Merge, Setting, Shares, Sites, TimeUse
+from omnicomp.audit.model import AUDIT_SCHEMA, Audit, GraphAudit, PartAudit, SubgraphAudit
+from omnicomp.audit.source import load
+from omnicomp.audit.why import Why, why
 from omnicomp.timeline import Event, current
 
 __all__ = [
     "AUDIT_SCHEMA",
     "Audit",
+    "AuditDiff",
+    "Change",
+    "Environment",
     "Fallback",
     "GraphAudit",
+    "Measure",
+    "MemoryUse",
+    "Merge",
     "PartAudit",
+    "Setting",
+    "Shares",
     "Sites",
     "SubgraphAudit",
+    "TimeUse",
+    "Why",
     "audit",
     "build",
+    "diff",
+    "fold",
+    "load",
+    "why",
 ]
 
 
-def audit(source: str | PathLike[str] | Iterable[Event] | None = None) -> Audit:
+Source = str | PathLike[str] | Iterable[Event] | None
+
+
+def audit(source: Source = None) -> Audit:
     """Make the report.
 
     Args:
-        source: None for this process' timeline, the path of a JSON Lines timeline, or events.
+        source: None for this process' timeline; the path of a JSON Lines timeline, or of a report that was written as
+            JSON; or events.
 
     Raises:
         TimelineError: the file is missing, unreadable, or no timeline.
+        ReportError: the file is a report that can't be read, or of a newer version.
     """
     if source is None:
         return build(current().events())
     if isinstance(source, (str, PathLike)):
-        return build(read(source))
+        return load(source)
     return build(source)
+
+
+def diff(
+    before: Source | Audit,
+    after: Source | Audit,
+    *,
+    time_threshold: float | None = None,
+    memory_threshold: float | None = None,
+) -> AuditDiff:
+    """Find what differs between two runs.
+
+    Args:
+        before: a report, or what `audit` makes one of.
+        after: likewise.
+        time_threshold: growth of compile time or of the time of calls, as a part of what it was, beyond which it is a
+            difference; None: times are told, and make no difference.
+        memory_threshold: likewise of memory.
+
+    Raises:
+        TimelineError: a file is missing, unreadable, or no timeline.
+        ReportError: a file is a report that can't be read, or of a newer version.
+    """
+    one = before if isinstance(before, Audit) else audit(before)
+    other = after if isinstance(after, Audit) else audit(after)
+    return compare(one, other, time_threshold=time_threshold, memory_threshold=memory_threshold)
+
+
+# To a program that imports omnicomp alone, `omnicomp.audit` is the function: it finds what compares two of them there.
+audit.diff = diff  # type: ignore[attr-defined]  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,17 +1,28 @@
-"""From events to the report model: a pure function."""
+"""From events to the report model: a pure function, which holds on to the report and not to the events.
+
+What repeats is counted instead of kept: samples of memory and time become one figure a subgraph, and lists that a long
+run could let grow without bounds have a most (`_MOST`, `_MOST_OF_PASSES`); how many events are not in them is in
+`left_out`.
+"""
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any, Final
 
+from omnicomp.audit.facts import MemoryUse, Setting, TimeUse
+from omnicomp.audit.identity import natural, with_identities
+from omnicomp.audit.merging import merges
 from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
+from omnicomp.audit.shares import with_shares
 from omnicomp.timeline import (
     Attempt,
+    Boundary,
     Cache,
     Calibration,
+    Candidate,
     Capture,
     Event,
+    Memory,
     NearMiss,
     Option,
     PassRun,
@@ -20,23 +31,82 @@ from omnicomp.timeline import (
     Retreat,
     Rewrite,
     Speculation,
+    Stage,
     Subgraph,
+    Timing,
+    Verification,
     Weights,
 )
+from omnicomp.timeline.values import text_of
 
-__all__ = ["build"]
+__all__ = ["build", "fold"]
 
 _PART_ORDER: Final = {"forward": 0, "inference": 1, "backward": 2}
+_MOST: Final = 64
+_MOST_EQUAL: Final = 4
+_MOST_OF_PASSES: Final = 20_000
+_LISTS: Final[dict[type[Event], str]] = {
+    Option: "ineffective",
+    PassRun: "passes",
+    Rewrite: "rewrites",
+    NearMiss: "near_misses",
+    Speculation: "speculations",
+    Calibration: "calibrations",
+    Weights: "weights",
+    Cache: "caches",
+    Stage: "stages",
+    Candidate: "candidates",
+}
+_OF_PASSES: Final = ("passes", "rewrites", "near_misses", "caches", "boundaries")
+_PLANNED: Final = tuple(
+    sorted({f.name for f in dataclasses.fields(Subgraph)} & {f.name for f in dataclasses.fields(SubgraphAudit)})
+)
+_CAPTURED: Final = tuple(
+    sorted({f.name for f in dataclasses.fields(Capture)} & {f.name for f in dataclasses.fields(GraphAudit)})
+)
 
 
-def build(events: Iterable[Event]) -> Audit:
-    """Make the report model from the events of one process, in the order in which they were recorded."""
+def fold(events: Iterable[Event], *, skipped: int = 0) -> Audit:
+    """Make the report model from events in the order in which they were recorded, one at a time.
+
+    Args:
+        events: of one process, or of several whose graphs have different ids.
+        skipped: lines of the file that were torn.
+    """
     graphs: dict[str, _Graph] = {}
     count = 0
     for event in events:
         count += 1
-        graphs.setdefault(event.graph, _Graph(event.graph)).add(event)
-    return _with_shares(Audit(graphs=tuple(graph.freeze() for graph in graphs.values()), events=count))
+        graph = graphs.get(event.graph)
+        if graph is None:
+            graph = graphs[event.graph] = _Graph(event.graph)
+        graph.add(event)
+    frozen = with_identities([graph.freeze() for graph in graphs.values()])
+    return with_shares(Audit(graphs=frozen, events=count, skipped=skipped))
+
+
+build = fold
+
+
+class _Kept:
+    """Lists of events by name, none longer than its most."""
+
+    def __init__(self) -> None:
+        self.lists: dict[str, list[Any]] = {}
+        self.left_out: dict[str, int] = {}
+
+    def add(self, name: str, event: Event) -> None:
+        found = self.lists.setdefault(name, [])
+        if len(found) < (_MOST_OF_PASSES if name in _OF_PASSES else _MOST):
+            found.append(event)
+        else:
+            self.count(name)
+
+    def count(self, name: str) -> None:
+        self.left_out[name] = self.left_out.get(name, 0) + 1
+
+    def of(self, name: str) -> tuple[Any, ...]:
+        return tuple(self.lists.get(name, ()))
 
 
 class _Row:
@@ -48,34 +118,75 @@ class _Row:
         self.expected = ""
         self.difference = ""
         self.superseded = False
-        self.attempts: list[Attempt] = []
-        self.retreats: list[Retreat] = []
-        self.runs: list[Ran] = []
+        self.kept = _Kept()
+        self.last: Ran | None = None
+        self.timing: TimeUse | None = None
+        self.samples = 0
+        self.first_sample: Memory | None = None
+        self.last_sample: Memory | None = None
+        self.highest: Memory | None = None
+        self.verified: dict[tuple[str, ...], Verification] = {}
 
     def plan(self, event: Subgraph) -> None:
-        names = {field.name for field in dataclasses.fields(Subgraph)} & {
-            f.name for f in dataclasses.fields(SubgraphAudit)
-        }
-        self.fields.update({name: getattr(event, name) for name in names}, part=event.part)
+        self.fields.update({name: getattr(event, name) for name in _PLANNED}, part=event.part)
         self.planned = self.expected = event.lowering
         self.superseded = False
 
     def retreat(self, event: Retreat) -> None:
-        self.retreats.append(event)
+        self.kept.add("retreats", event)
         self.planned = self.planned or event.source_lowering
         self.expected = event.target_lowering
 
     def run(self, event: Ran) -> None:
-        self.runs.append(event)
+        runs = self.kept.lists.get("runs", ())
+        same = self.last is not None and (event.lowering, event.evidence) == (self.last.lowering, self.last.evidence)
+        if same and len(runs) >= _MOST_EQUAL:
+            self.kept.count("runs")
+        else:
+            self.kept.add("runs", event)
+        self.last = event
         self.superseded = False
         # Without a plan there is nothing to differ from: the row says that no plan was recorded.
         if self.expected and event.lowering != self.expected and not self.difference:
             self.difference = f"planned for {self.expected} and ran on {event.lowering}"
 
+    def time(self, event: Timing) -> None:
+        # The events of one executable count up; one that takes its place (a retreat, another process) starts anew.
+        self.timing = TimeUse(device=event.device, calls=event.calls, seconds=event.seconds, fastest=event.fastest)
+
+    def sample(self, event: Memory) -> None:
+        if self.samples == 0:
+            self.first_sample = event
+        self.samples += 1
+        self.last_sample = event
+        if self.highest is None or event.peak_bytes > self.highest.peak_bytes:
+            self.highest = event
+
+    def memory(self) -> MemoryUse | None:
+        first, last, highest = self.first_sample, self.last_sample, self.highest
+        if first is None or last is None or highest is None:
+            return None
+        return MemoryUse(
+            device=first.device,
+            calls=self.samples,
+            before_bytes=first.before_bytes,
+            after_bytes=last.after_bytes,
+            peak_bytes=highest.peak_bytes,
+            peak_call=highest.call,
+        )
+
+    def verify(self, event: Verification) -> None:
+        outcome = (event.name, event.state, event.direction, event.detail)
+        if outcome not in self.verified:
+            self.verified[outcome] = event
+            self.kept.add("verifications", event)
+        if len(self.verified) > _MOST:
+            del self.verified[outcome]
+
     def freeze(self, rows: dict[str, "_Row"]) -> SubgraphAudit:
         id = self.fields["id"]
         parent = id.rsplit("/", 1)[0] if "/" in id else ""
-        last = self.runs[-1] if self.runs else None
+        last = self.last
         return SubgraphAudit(
             **self.fields,
             parent=parent if parent in rows else "",
@@ -86,9 +197,13 @@ class _Row:
             superseded=self.superseded,
             evidence=last.evidence if last else "",
             kernels=dict(last.kernels) if last else {},
-            attempts=tuple(self.attempts),
-            retreats=tuple(self.retreats),
-            runs=tuple(self.runs),
+            attempts=self.kept.of("attempts"),
+            retreats=self.kept.of("retreats"),
+            runs=self.kept.of("runs"),
+            timing=self.timing,
+            memory=self.memory(),
+            verifications=self.kept.of("verifications"),
+            left_out=self.kept.left_out,
         )
 
 
@@ -98,55 +213,70 @@ class _Graph:
     def __init__(self, id: str) -> None:
         self.id = id
         self.capture = Capture(graph=id)
-        self.ineffective: list[Option] = []
-        self.passes: list[PassRun] = []
-        self.rewrites: list[Rewrite] = []
-        self.near_misses: list[NearMiss] = []
-        self.speculations: list[Speculation] = []
-        self.calibrations: list[Calibration] = []
-        self.weights: list[Weights] = []
+        self.kept = _Kept()
         self.placements: dict[str, Placement] = {}
         self.rows: dict[str, _Row] = {}
-        self.attempts: list[Attempt] = []
+        # An attempt may come before what it is an attempt at is known.
+        self.attempts: dict[str, list[Attempt]] = {}
         self.retreats: list[Retreat] = []
-        self.caches: list[Cache] = []
 
     def add(self, event: Event) -> None:
-        if isinstance(event, Capture):
+        name = _LISTS.get(type(event))
+        if name is not None:
+            self.kept.add(name, event)
+        elif isinstance(event, Capture):
             self.capture = event
-        elif isinstance(event, Option):
-            self.ineffective.append(event)
-        elif isinstance(event, PassRun):
-            self.passes.append(event)
-        elif isinstance(event, Rewrite):
-            self.rewrites.append(event)
-        elif isinstance(event, NearMiss):
-            self.near_misses.append(event)
-        elif isinstance(event, Speculation):
-            self.speculations.append(event)
-        elif isinstance(event, Calibration):
-            self.calibrations.append(event)
-        elif isinstance(event, Weights):
-            self.weights.append(event)
         elif isinstance(event, Placement):
             self.placements[event.part] = event
+            # Where a part is placed again, the boundaries of the last placement hold.
+            for boundary in self.kept.lists.pop("boundaries", ()):
+                if boundary.part != event.part:
+                    self.kept.add("boundaries", boundary)
+        elif isinstance(event, Boundary):
+            self.kept.add("boundaries", event)
         elif isinstance(event, Subgraph):
             self._row(event.subgraph, event.part).plan(event)
         elif isinstance(event, Attempt):
-            self.attempts.append(event)
+            self._attempt(event)
         elif isinstance(event, Retreat):
             self._retreat(event)
         elif isinstance(event, Ran):
             self._row(event.subgraph, event.part).run(event)
-        elif isinstance(event, Cache):
-            self.caches.append(event)
+        elif isinstance(event, (Timing, Memory, Verification)):
+            self._observed(event)
+
+    def _attempt(self, event: Attempt) -> None:
+        row = self.rows.get(event.subgraph)
+        if row is not None:
+            row.kept.add("attempts", event)
+            return
+        if len(self.attempts) < _MOST_OF_PASSES or event.subgraph in self.attempts:
+            waiting = self.attempts.setdefault(event.subgraph, [])
+            if len(waiting) < _MOST:
+                waiting.append(event)
+                return
+        self.kept.count("attempts")
+
+    def _observed(self, event: Timing | Memory | Verification) -> None:
+        row = self.rows.get(event.subgraph)
+        if row is None:
+            if isinstance(event, Verification):
+                self.kept.add("verifications", event)
+            else:
+                self.kept.count(event.type)
+        elif isinstance(event, Timing):
+            row.time(event)
+        elif isinstance(event, Memory):
+            row.sample(event)
+        else:
+            row.verify(event)
 
     def _retreat(self, event: Retreat) -> None:
         recut = event.subgraph == f"{self.id}.{event.part}" or event.source_lowering == event.target_lowering
         if recut or event.source_lowering == "passes" or event.target_lowering == "graph break":
             # The graph goes on without its passes, or a part is cut anew: its subgraphs are planned after this. A graph
             # that Dynamo takes back never runs: its pieces are graphs of their own.
-            self.retreats.append(event)
+            self.kept.add("retreats", event)
             return
         if event.subgraph == self.id:
             for row in self.rows.values():
@@ -157,6 +287,8 @@ class _Graph:
         row = self.rows.get(id)
         if row is None:
             row = self.rows[id] = _Row(id, self.id, part)
+            for attempt in self.attempts.pop(id, ()):
+                row.kept.add("attempts", attempt)
             if "/" not in id:
                 # A graph that retreated as a whole was never placed: of its work only the operators are known.
                 # An override call is part of a subgraph, whose numbers include it.
@@ -165,89 +297,56 @@ class _Graph:
         return row
 
     def freeze(self) -> GraphAudit:
-        for attempt in self.attempts:
-            if attempt.subgraph in self.rows:
-                self.rows[attempt.subgraph].attempts.append(attempt)
-        rows = sorted((row.freeze(self.rows) for row in self.rows.values()), key=lambda row: _natural(row.id))
-        names = sorted({*self.placements, *(row.part for row in rows)}, key=lambda p: (_PART_ORDER.get(p, 3), p))
+        rows = sorted((row.freeze(self.rows) for row in self.rows.values()), key=lambda row: natural(row.id))
+        by_part: dict[str, list[SubgraphAudit]] = {name: [] for name in self.placements}
+        for row in rows:
+            by_part.setdefault(row.part, []).append(row)
+        boundaries = self.kept.of("boundaries")
         parts: list[PartAudit] = []
-        for name in names:
-            placement = self.placements.get(name)
+        for name in sorted(by_part, key=lambda part: (_PART_ORDER.get(part, 3), part)):
+            placement = self.placements.get(name) or Placement(graph=self.id, part=name, nodes={})
+            crossing = tuple(boundary for boundary in boundaries if boundary.part == name)
             parts.append(
                 PartAudit(
                     name=name,
-                    placement=dict(placement.nodes) if placement else {},
-                    declined=placement.declined if placement else (),
-                    note=placement.note if placement else "",
-                    subgraphs=tuple(row for row in rows if row.part == name),
+                    placement=dict(placement.nodes),
+                    declined=placement.declined,
+                    note=placement.note,
+                    subgraphs=tuple(by_part[name]),
+                    boundaries=crossing,
+                    merges=merges(by_part[name], crossing, placement.declined),
                 )
             )
-        capture = self.capture
+        fields: dict[str, Any] = {name: getattr(self.capture, name) for name in _CAPTURED}
+        fields.update({name: self.kept.of(name) for name in _LISTS.values()})
         return GraphAudit(
+            **fields,
             id=self.id,
-            compile_id=capture.compile_id,
-            function=capture.function,
-            nodes=capture.nodes,
-            device=capture.device,
-            mode=capture.mode,
-            variant=capture.variant,
-            training=capture.training,
-            dynamic=capture.dynamic,
-            options=dict(capture.options),
-            versions=dict(capture.versions),
-            ineffective=tuple(self.ineffective),
-            passes=tuple(self.passes),
-            rewrites=tuple(self.rewrites),
-            near_misses=tuple(self.near_misses),
-            speculations=tuple(self.speculations),
-            calibrations=tuple(self.calibrations),
-            weights=tuple(self.weights),
+            settings=_settings(self.capture, self.kept.of("ineffective")),
             parts=tuple(parts),
-            attempts=tuple(a for a in self.attempts if a.subgraph not in self.rows),
-            retreats=tuple(self.retreats),
-            caches=tuple(self.caches),
+            attempts=tuple(attempt for waiting in self.attempts.values() for attempt in waiting),
+            retreats=self.kept.of("retreats"),
+            verifications=self.kept.of("verifications"),
+            left_out=self.kept.left_out,
         )
 
 
-def _natural(id: str) -> list[tuple[int, str]]:
-    """Sort key that puts `g0.forward.10` after `g0.forward.9`."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", id)]
-
-
-def _with_shares(audit: Audit) -> Audit:
-    """Give every row that counts its share of the work; a parent's share leaves out its override calls."""
-    rows = [row for row in audit.subgraphs if not row.superseded]
-    # A row of unknown cost would vanish from shares of FLOPs, and often it is the one that fell back.
-    known = all(row.flops_hint >= 0 for row in rows if not row.parent)
-    for basis in ("flops", "nodes") if known else ("nodes",):
-        own = _own_work(rows, basis)
-        total = sum(own.values())
-        if total > 0:
-            break
-    else:
-        return audit
-    shares = {id: work / total for id, work in own.items()}
-
-    def with_share(row: SubgraphAudit) -> SubgraphAudit:
-        return dataclasses.replace(row, share=shares.get(row.id))
-
-    graphs = tuple(
-        dataclasses.replace(
-            graph,
-            parts=tuple(
-                dataclasses.replace(part, subgraphs=tuple(with_share(row) for row in part.subgraphs))
-                for part in graph.parts
-            ),
+def _settings(capture: Capture, ineffective: tuple[Option, ...]) -> tuple[Setting, ...]:
+    """Every option: those that were passed, then those that something else changed, then the rest."""
+    changed = {event.key: event for event in ineffective}
+    asked = {str(key).replace("-", "_"): text_of(value) for key, value in capture.options.items()}
+    keys = dict.fromkeys((*asked, *changed, *capture.effective))
+    found: list[Setting] = []
+    for key in keys:
+        event = changed.get(key)
+        found.append(
+            Setting(
+                key=key,
+                requested=asked.get(key, event.requested if event else ""),
+                effective=event.effective if event else capture.effective.get(key, ""),
+                origin=capture.origins.get(key, "options" if key in asked else ""),
+                changed_by=event.reason.by or "omnicomp" if event else "",
+                reason=event.reason if event else None,
+            )
         )
-        for graph in audit.graphs
-    )
-    return dataclasses.replace(audit, graphs=graphs, share_basis=basis)
-
-
-def _own_work(rows: list[SubgraphAudit], basis: str) -> dict[str, int]:
-    work = {row.id: max(row.flops_hint if basis == "flops" else row.nodes, 0) for row in rows}
-    own = dict(work)
-    for row in rows:
-        if row.parent in own:
-            own[row.parent] = max(own[row.parent] - work[row.id], 0)
-    return own
+    return tuple(found)

@@ -1,41 +1,96 @@
-"""The audit as JSON, and the part of it that two runs of one program share.
+"""The audit as JSON, the same read back, and the part of it that two runs of one program share.
 
-`docs/timeline.md` describes the form. A reader ignores unknown keys; keys are only added within a schema.
+`docs/audit.md` describes the form, and `schema/report-2.json` checks it. A reader ignores unknown keys; keys are only
+added within a schema.
 """
 
-import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
-from omnicomp.audit.model import AUDIT_SCHEMA, Audit, Fallback, GraphAudit, PartAudit, SubgraphAudit
-from omnicomp.timeline import Event, NodePlacement
+from omnicomp.audit.form import decode, encode
+from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Audit, GraphAudit
+from omnicomp.errors import ReportError
 
-__all__ = ["stable", "to_dict", "to_json"]
+__all__ = ["from_dict", "from_json", "stable", "to_dict", "to_json"]
 
 # What a run leaves behind on a disk or reads off a clock; a cold and a warm start differ in nothing else.
-_VOLATILE: Final = frozenset({"seconds", "artefact", "evidence", "caches", "calibrations", "events"})
+_VOLATILE: Final = frozenset(
+    {"seconds", "artefact", "evidence", "caches", "calibrations", "events", "verifications", "time", "timing", "memory"}
+    | {"stages", "compile_seconds", "candidates", "pid", "rank", "ranks", "processes", "skipped"}
+)
 _CACHE_PATH: Final = re.compile(r"\S*torchinductor_\S*")
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 def to_json(audit: Audit) -> str:
     """The JSON form as text, indented, with a stable order of keys."""
-    return json.dumps(to_dict(audit), indent=2, ensure_ascii=False, default=str) + "\n"
+    return json.dumps(to_dict(audit), indent=2, ensure_ascii=False) + "\n"
 
 
 def to_dict(audit: Audit) -> dict[str, Any]:
     """The JSON form as plain dictionaries and lists."""
+    sites = audit.sites
     return {
         "schema": AUDIT_SCHEMA,
         "summary": audit.summary(),
         "events": audit.events,
+        "skipped": audit.skipped,
         "share_basis": audit.share_basis,
         "shares": audit.shares,
-        "attention": {"fused": len(audit.sites.fused), "near_misses": len(audit.sites.near_misses)},
+        "shares_by": audit.shares_by,
+        "environment": encode(audit.environment),
+        "attention": {"fused": len(sites.fused), "near_misses": len(sites.near_misses)},
         "mismatches": [row.id for row in audit.mismatches],
-        "fallbacks": [_fallback(fallback) for fallback in audit.fallbacks],
-        "graphs": [_graph(graph) for graph in audit.graphs],
+        "fallbacks": encode(audit.fallbacks),
+        "graphs": encode(audit.graphs),
     }
+
+
+def from_json(text: str, name: str) -> Audit:
+    """The report that `to_json` wrote.
+
+    Args:
+        text: the JSON form.
+        name: of the file, for the error.
+
+    Raises:
+        ReportError: it is no report, or of a newer schema.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{name} is no report ({error}); give what omnicomp audit --format json wrote") from None
+    return from_dict(data, name)
+
+
+def from_dict(data: Any, name: str = "the report") -> Audit:
+    """The report of which `to_dict` made the data; what is computed from the rest is computed again.
+
+    Raises:
+        ReportError: it is no report, or of a newer schema.
+    """
+    schema: Any = data.get("schema") if isinstance(data, Mapping) else None
+    if not isinstance(data, dict) or isinstance(schema, bool) or not isinstance(schema, int) or "graphs" not in data:
+        raise ReportError(f"{name} is no report; give what omnicomp audit --format json wrote, or a timeline")
+    if schema > AUDIT_SCHEMA:
+        raise ReportError(f"{name} has schema {schema} and this version reads up to {AUDIT_SCHEMA}; upgrade omnicomp")
+    try:
+        return Audit(
+            graphs=decode(tuple[GraphAudit, ...], data["graphs"], "graphs"),
+            events=decode(int, data.get("events", 0), "events"),
+            share_basis=_basis(data.get("share_basis", "none")),
+            skipped=decode(int, data.get("skipped", 0), "skipped"),
+        )
+    except ReportError as error:
+        raise ReportError(f"{name} is no report ({error}); give what omnicomp audit --format json wrote") from None
+
+
+def _basis(value: Any) -> str:
+    if value not in SHARE_BASES:
+        raise ReportError(f"share_basis can't be {str(value)[:40]!r}")
+    return str(value)
 
 
 def stable(audit: Audit) -> dict[str, Any]:
@@ -52,85 +107,5 @@ def _stable(value: Any, artefacts: tuple[str, ...]) -> Any:
     if isinstance(value, str):
         for artefact in artefacts:
             value = value.replace(artefact, "<artefact>")
-        return _CACHE_PATH.sub("<cache>", value)
+        return _ADDRESS.sub("", _CACHE_PATH.sub("<cache>", value))
     return value
-
-
-def _event(event: Event) -> dict[str, Any]:
-    """An event without what the recorder stamped on it and what its place in the report says."""
-    left_out = {"schema", "type", "graph", "time", "seq"}
-    return {key: value for key, value in event.to_dict().items() if key not in left_out}
-
-
-def _events(events: tuple[Event, ...], *left_out: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in _event(event).items() if k not in left_out} for event in events]
-
-
-def _graph(graph: GraphAudit) -> dict[str, Any]:
-    return {
-        "id": graph.id,
-        "compile_id": graph.compile_id,
-        "function": graph.function,
-        "nodes": graph.nodes,
-        "device": graph.device,
-        "mode": graph.mode,
-        "variant": graph.variant,
-        "training": graph.training,
-        "dynamic": graph.dynamic,
-        "options": graph.options,
-        "versions": graph.versions,
-        "ineffective": _events(graph.ineffective),
-        "passes": _events(graph.passes),
-        "rewrites": _events(graph.rewrites),
-        "near_misses": _events(graph.near_misses),
-        "speculations": _events(graph.speculations),
-        "calibrations": _events(graph.calibrations),
-        "weights": _events(graph.weights),
-        "parts": [_part(part) for part in graph.parts],
-        "attempts": _events(graph.attempts),
-        "retreats": _events(graph.retreats),
-        "caches": _events(graph.caches),
-    }
-
-
-def _part(part: PartAudit) -> dict[str, Any]:
-    return {
-        "name": part.name,
-        "placement": part.placement,
-        "declined": [_declined(node) for node in part.declined],
-        "note": part.note,
-        "subgraphs": [_subgraph(row) for row in part.subgraphs],
-    }
-
-
-def _declined(node: NodePlacement) -> dict[str, Any]:
-    return {
-        **{f.name: getattr(node, f.name) for f in dataclasses.fields(node) if f.name != "chain"},
-        "chain": [reason.to_dict() for reason in node.chain],
-    }
-
-
-def _subgraph(row: SubgraphAudit) -> dict[str, Any]:
-    plain = {
-        field.name: getattr(row, field.name)
-        for field in dataclasses.fields(row)
-        if field.name not in ("graph", "part", "attempts", "retreats", "runs", "modules", "sources")
-    }
-    return {
-        **plain,
-        "mismatch": row.mismatch,
-        "modules": list(row.modules),
-        "sources": list(row.sources),
-        "seconds": row.seconds,
-        "artefact": row.artefact,
-        "attempts": _events(row.attempts, "part", "subgraph"),
-        "retreats": _events(row.retreats, "part", "subgraph"),
-        "runs": _events(row.runs, "part", "subgraph"),
-    }
-
-
-def _fallback(fallback: Fallback) -> dict[str, Any]:
-    return {
-        **{f.name: getattr(fallback, f.name) for f in dataclasses.fields(fallback) if f.name != "reasons"},
-        "reasons": [reason.to_dict() for reason in fallback.reasons],
-    }

@@ -6,14 +6,17 @@ module for each view (`summary`, `text`, `html`, `jsonform`) shows it.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from omnicomp.audit.facts import Environment, Fallback, MemoryUse, Merge, Setting, Shares, Sites, TimeUse
 from omnicomp.timeline import (
     Attempt,
+    Boundary,
     Cache,
     Calibration,
+    Candidate,
     NearMiss,
     NodePlacement,
     Option,
@@ -23,12 +26,18 @@ from omnicomp.timeline import (
     Retreat,
     Rewrite,
     Speculation,
+    Stage,
+    Verification,
     Weights,
 )
 
-__all__ = ["AUDIT_SCHEMA", "Audit", "Fallback", "GraphAudit", "PartAudit", "Sites", "SubgraphAudit"]
+if TYPE_CHECKING:
+    from omnicomp.audit.why import Why
 
-AUDIT_SCHEMA: Final = 1
+__all__ = ["AUDIT_SCHEMA", "SHARE_BASES", "Audit", "GraphAudit", "PartAudit", "SubgraphAudit"]
+
+AUDIT_SCHEMA: Final = 2
+SHARE_BASES: Final = ("flops", "nodes", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,15 @@ class SubgraphAudit:
         retreats: every move to another lowering, in order.
         runs: every first call, in order.
         share: its part of the work of the whole audit, override calls inside it not counted; None if superseded.
+        identity: what it is in every run of the program: module path, part and content; see `omnicomp.audit.identity`.
+        module: the path that all of its module paths begin with, or empty.
+        fingerprint: what it consists of: operators with dtypes, a hyphen, the same with the class of their sizes.
+        refused: names of up to eight of its nodes that an earlier lowering of the policy refused.
+        shares: its part of the operators, FLOPs, bytes and time of the whole audit.
+        timing: what its calls took; None if they were not timed.
+        memory: memory around its calls; None if it was not sampled.
+        verifications: what comparing an override with its reference gave, each outcome once.
+        left_out: events that the report has no room for, by the name of the field that they would be in.
     """
 
     id: str
@@ -89,6 +107,15 @@ class SubgraphAudit:
     retreats: tuple[Retreat, ...] = ()
     runs: tuple[Ran, ...] = ()
     share: float | None = None
+    identity: str = ""
+    module: str = ""
+    fingerprint: str = ""
+    refused: tuple[str, ...] = ()
+    shares: Shares = dataclasses.field(default_factory=Shares)
+    timing: TimeUse | None = None
+    memory: MemoryUse | None = None
+    verifications: tuple[Verification, ...] = ()
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
     def mismatch(self) -> bool:
@@ -127,6 +154,8 @@ class PartAudit:
         declined: nodes that an earlier lowering of the policy refused, with the chain of reasons.
         note: one sentence about the nodes that no rule singled out, or empty.
         subgraphs: its rows, in the order of their ids.
+        boundaries: what goes from one of its subgraphs to another, if it was cut.
+        merges: which nodes keep two neighbouring subgraphs on one lowering apart.
     """
 
     name: str
@@ -134,6 +163,8 @@ class PartAudit:
     declined: tuple[NodePlacement, ...] = ()
     note: str = ""
     subgraphs: tuple[SubgraphAudit, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    merges: tuple[Merge, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +194,19 @@ class GraphAudit:
         attempts: tries to build the graph as a whole, or ids that no subgraph has.
         retreats: from the passes, and of parts that were cut anew; a subgraph's own retreats are in its row.
         caches: verdicts of the compile caches.
+        identity: what it is in every run of the program; see `omnicomp.audit.identity`.
+        module: the path that all of its module paths begin with, or empty.
+        fingerprint: what it consists of, as a subgraph's, before autograd.
+        settings: every option: what was asked for and what took effect, those that were passed first.
+        stages: what the stages of its compilation took, the passes left out.
+        candidates: the ways of compiling it that were measured, where the lowerings are chosen so.
+        verifications: of overrides that no row is about.
+        time: when it was captured, in seconds since the epoch.
+        device_name: name of the device for a person, or empty.
+        platform: operating system and machine type, or empty.
+        pid: the process; 0 if unknown.
+        rank: its rank in a distributed job, else 0.
+        left_out: events that the report has no room for, by the name of the field that they would be in.
     """
 
     id: str
@@ -187,6 +231,19 @@ class GraphAudit:
     attempts: tuple[Attempt, ...] = ()
     retreats: tuple[Retreat, ...] = ()
     caches: tuple[Cache, ...] = ()
+    identity: str = ""
+    module: str = ""
+    fingerprint: str = ""
+    settings: tuple[Setting, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    verifications: tuple[Verification, ...] = ()
+    time: float = 0.0
+    device_name: str = ""
+    platform: str = ""
+    pid: int = 0
+    rank: int = 0
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
     def subgraphs(self) -> Iterator[SubgraphAudit]:
@@ -200,45 +257,16 @@ class GraphAudit:
         names = tuple(str(name) for name in asked) if isinstance(asked, (list, tuple)) else (str(asked),)
         return names if "eager" in names else (*names, "eager")
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sites:
-    """Attention sites: how many a pass fused, and which candidates it left alone."""
-
-    fused: tuple[Rewrite, ...] = ()
-    near_misses: tuple[NearMiss, ...] = ()
-
     @property
-    def total(self) -> int:
-        """Fused sites and near misses together."""
-        return len(self.fused) + len(self.near_misses)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fallback:
-    """Something that is on eager although the policy had an earlier lowering.
-
-    Attributes:
-        graph: id of the Dynamo graph.
-        part: `forward`, `backward`, `inference`, or empty for a whole graph.
-        subgraph: id of the subgraph, or empty for a node that was placed on eager.
-        node: name of the node, or empty for a subgraph.
-        op: the operator, or the operators of the subgraph, the most frequent first.
-        source: `file:line`, or empty.
-        module: module path, or empty.
-        ran: whether it was seen to run on eager; None for a node, whose subgraph says so.
-        reasons: why, one for each lowering that was asked before; empty if none was recorded.
-    """
-
-    graph: str
-    part: str
-    subgraph: str = ""
-    node: str = ""
-    op: str = ""
-    source: str = ""
-    module: str = ""
-    ran: bool | None = None
-    reasons: tuple[Reason, ...] = ()
+    def compile_seconds(self) -> dict[str, float]:
+        """Wall time of its compilation by stage, in the order of the stages; `passes` is the sum of its passes."""
+        total: dict[str, float] = {}
+        for stage in self.stages:
+            total[stage.stage] = total.get(stage.stage, 0.0) + stage.seconds
+        if self.passes:
+            total["passes"] = sum(run.seconds for run in self.passes)
+        order = ("dynamo", "passes", "autograd", "lowering")
+        return {name: total[name] for name in sorted(total, key=lambda n: order.index(n) if n in order else len(order))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -249,11 +277,13 @@ class Audit:
         graphs: the Dynamo graphs, in the order of capture.
         events: number of events that it was made from.
         share_basis: what `share` counts: `flops`, `nodes` where FLOPs are unknown or all zero, or `none`.
+        skipped: lines of timeline files that were torn, and left out.
     """
 
     graphs: tuple[GraphAudit, ...] = ()
     events: int = 0
     share_basis: str = "none"
+    skipped: int = 0
 
     @property
     def subgraphs(self) -> tuple[SubgraphAudit, ...]:
@@ -279,6 +309,36 @@ class Audit:
             if row.share is not None:
                 total[row.lowering] = total.get(row.lowering, 0.0) + row.share
         return total
+
+    @property
+    def shares_by(self) -> dict[str, dict[str, float]]:
+        """Share of the work by lowering, counted in `nodes`, `flops`, `bytes` and `seconds`, as far as it is known."""
+        bases = [field.name for field in dataclasses.fields(Shares)]
+        total: dict[str, dict[str, float]] = {name: {} for name in bases}
+        for row in self.subgraphs:
+            for name in bases:
+                share = getattr(row.shares, name)
+                if share is not None:
+                    total[name][row.lowering] = total[name].get(row.lowering, 0.0) + share
+        return total
+
+    @property
+    def environment(self) -> Environment:
+        """Versions, devices and processes."""
+        versions: dict[str, dict[str, None]] = {}
+        devices: dict[str, dict[str, None]] = {}
+        for graph in self.graphs:
+            for name, version in graph.versions.items():
+                versions.setdefault(name, {})[version] = None
+            if graph.device:
+                devices.setdefault(graph.device, {}).update({graph.device_name: None} if graph.device_name else {})
+        return Environment(
+            versions={name: ", ".join(found) for name, found in versions.items()},
+            devices={name: ", ".join(found) for name, found in devices.items()},
+            platforms=tuple(dict.fromkeys(graph.platform for graph in self.graphs if graph.platform)),
+            processes=len({(graph.rank, graph.pid) for graph in self.graphs}),
+            ranks=tuple(sorted({graph.rank for graph in self.graphs})),
+        )
 
     @property
     def sites(self) -> Sites:
@@ -308,10 +368,20 @@ class Audit:
         return to_text(self)
 
     def to_json(self) -> str:
-        """The JSON form that `docs/timeline.md` describes."""
+        """The JSON form that `docs/audit.md` describes."""
         from omnicomp.audit.jsonform import to_json
 
         return to_json(self)
+
+    def why(self, name: str) -> "Why":
+        """The whole chain of reasons about a module, operator, node, line, pass or option; see `omnicomp.audit.why`.
+
+        Raises:
+            ReportError: the report has nothing of that name.
+        """
+        from omnicomp.audit.why import why
+
+        return why(self, name)
 
     def to_html(self) -> str:
         """One HTML file that needs nothing else."""
@@ -356,7 +426,7 @@ def _fallbacks(graph: GraphAudit) -> Iterator[Fallback]:
             if row.lowering != "eager" or row.superseded:
                 continue
             # The nodes above are the reason for a subgraph that was planned on eager; it adds nothing to them.
-            if row.planned == "eager" and nodes and not row.reasons:
+            if row.planned == "eager" and nodes and not row.retreats:
                 continue
             yield Fallback(
                 graph=graph.id,

@@ -6,6 +6,7 @@ from typing import Final
 
 from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
 from omnicomp.audit.summary import plural, short_source
+from omnicomp.printable import printable
 from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Speculation
 
 __all__ = [
@@ -43,11 +44,6 @@ class ReasonRow:
         """`model.py:12 and 3 more`."""
         more = f"and {self.count - 1} more" if self.count > 1 else ""
         return " ".join(piece for piece in (short_source(self.source), more) if piece)
-
-
-def printable(text: object) -> str:
-    """Text without control characters: a name must not be able to move a terminal's cursor."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in str(text))
 
 
 def counts(values: dict[str, int], limit: int = 4) -> str:
@@ -136,10 +132,14 @@ def reason_rows(audit: Audit) -> list[ReasonRow]:
     """Everything that has reasons; places that share operator, lowering and reasons are one row with a count."""
     grouped: dict[object, ReasonRow] = {}
     for row in _reason_rows(audit):
-        key = (row.what, tuple(dataclasses.replace(reason, node="", source="", cause="") for reason in row.reasons))
+        key = (row.what, tuple(_without_place(reason) for reason in row.reasons))
         same = grouped.get(key)
         grouped[key] = row if same is None else dataclasses.replace(same, count=same.count + 1)
     return list(grouped.values())
+
+
+def _without_place(reason: Reason) -> tuple[tuple[str, str], ...]:
+    return tuple((key, text) for key, text in reason.to_dict().items() if key not in ("node", "source", "cause"))
 
 
 def _reason_rows(audit: Audit) -> Iterator[ReasonRow]:
@@ -150,6 +150,8 @@ def _reason_rows(audit: Audit) -> Iterator[ReasonRow]:
                 what = f"{retreat.subgraph}: {retreat.source_lowering} builds it in pieces only"
             yield ReasonRow(what, retreat.reason.source, (retreat.reason,))
         for miss in graph.near_misses:
+            if miss.reason.code == "graph_break":
+                yield ReasonRow(f"{graph.id} is broken off by dynamo", miss.source, (miss.reason,))
             if miss.reason.code == "error_bound":
                 which = miss.node if miss.reason.node else "operators"
                 yield ReasonRow(f"{graph.id}: {which} kept wide", miss.source, (miss.reason,))

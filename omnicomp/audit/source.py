@@ -1,39 +1,115 @@
-"""Events of a timeline file, in which several processes may have numbered their graphs from `g0`."""
+"""Files that a report is made from: a timeline, or a report that was written before."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
-from omnicomp.timeline import Capture, Event
-from omnicomp.timeline.sinks import read_records
+from omnicomp.audit.builder import fold
+from omnicomp.audit.jsonform import from_json, to_dict
+from omnicomp.audit.model import Audit
+from omnicomp.errors import ReportError
+from omnicomp.timeline import Boundary, Capture, Event
+from omnicomp.timeline.files import TimelineReader
 
-__all__ = ["read"]
+__all__ = ["Events", "load", "read"]
+
+_BEGINNING: Final = 2**16
+_KEYS: Final = re.compile(rb'\{\s*"(\w+)"(?:\s*:\s*\d+\s*,\s*"(\w+)")?')
+_REPORT: Final = frozenset(to_dict(Audit()))
+
+
+class Events:
+    """The events of a timeline file, one at a time; where a graph id comes back, it becomes `g0@2`.
+
+    It comes back in a second run, or in another process that writes to the same file.
+
+    Attributes:
+        torn: lines that were skipped so far, because a process was killed in them.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        """Name the file; it is opened when it is read."""
+        self._reader = TimelineReader(Path(path))
+
+    @property
+    def torn(self) -> int:
+        """Lines that were skipped so far, because a process was killed in them."""
+        return self._reader.torn
+
+    def __iter__(self) -> Iterator[Event]:
+        """Each event, in order.
+
+        Raises:
+            TimelineError: the file is missing, unreadable, or no timeline.
+        """
+        names: dict[tuple[str, str], str] = {}
+        latest: dict[str, str] = {}
+        taken: dict[str, int] = {}
+        for record, event in self._reader:
+            pid = str(record.get("pid"))
+            if isinstance(event, Capture):
+                taken[event.graph] = taken.get(event.graph, 0) + 1
+                count = taken[event.graph]
+                latest[event.graph] = names[pid, event.graph] = event.graph if count == 1 else f"{event.graph}@{count}"
+            # A forked child runs graphs that its parent captured.
+            name = names.get((pid, event.graph)) or latest.get(event.graph, event.graph)
+            yield _renamed(event, name) if name != event.graph else event
 
 
 def read(path: str | PathLike[str]) -> Iterator[Event]:
-    """The events of a file; where a graph id comes back (a second run, or another process), it becomes `g0@2`.
+    """The events of a timeline file, as `Events` gives them.
 
     Raises:
         TimelineError: the file is missing, unreadable, or no timeline.
     """
-    names: dict[tuple[str, str], str] = {}
-    latest: dict[str, str] = {}
-    taken: dict[str, int] = {}
-    for record, event in read_records(Path(path)):
-        pid = str(record.get("pid"))
-        if isinstance(event, Capture):
-            taken[event.graph] = taken.get(event.graph, 0) + 1
-            count = taken[event.graph]
-            latest[event.graph] = names[pid, event.graph] = event.graph if count == 1 else f"{event.graph}@{count}"
-        # A forked child runs graphs that its parent captured.
-        name = names.get((pid, event.graph)) or latest.get(event.graph, event.graph)
-        yield _renamed(event, name) if name != event.graph else event
+    return iter(Events(path))
+
+
+def load(path: str | PathLike[str]) -> Audit:
+    """The report of a file: of a JSON Lines timeline, or the one that `Audit.to_json` wrote.
+
+    A timeline is read event by event, and none is held on to.
+
+    Raises:
+        TimelineError: the file is missing or unreadable, or looks like a timeline and is none.
+        ReportError: the file looks like a report and is none, or is one of a newer version.
+    """
+    file = Path(path)
+    if not _is_report(file):
+        events = Events(file)
+        found = fold(events)
+        return dataclasses.replace(found, skipped=events.torn)
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ReportError(f"{file} can't be read ({error.strerror}); give the path of a report") from None
+    return from_json(text, str(file))
+
+
+def _is_report(file: Path) -> bool:
+    """Whether a file is one JSON object that is no event, by its beginning; what can't be read is no report."""
+    try:
+        with file.open("rb") as stream:
+            beginning = stream.read(_BEGINNING).lstrip()
+    except (OSError, ValueError):
+        return False
+    try:
+        data = json.loads(beginning.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        # It goes on in the next line, or beyond what was read, or is torn: events and reports begin with other keys.
+        keys = _KEYS.match(beginning)
+        return keys is not None and keys[2] != b"type" and (keys[1] == b"schema" or keys[1].decode() in _REPORT)
+    return isinstance(data, dict) and "graphs" in data and "type" not in data
 
 
 def _renamed(event: Event, name: str) -> Event:
     changes = {"graph": name}
-    subgraph = getattr(event, "subgraph", None)
-    if isinstance(subgraph, str) and subgraph.startswith(event.graph):
-        changes["subgraph"] = name + subgraph[len(event.graph) :]
+    for field in ("source", "target") if isinstance(event, Boundary) else ("subgraph",):
+        id = getattr(event, field, None)
+        if isinstance(id, str) and id.startswith(event.graph):
+            changes[field] = name + id[len(event.graph) :]
     return dataclasses.replace(event, **changes)

@@ -1,8 +1,9 @@
 """The audit in one line."""
 
-from omnicomp.audit.model import Audit, Fallback
+from omnicomp.audit.facts import Fallback
+from omnicomp.audit.model import Audit
 
-__all__ = ["NOTHING", "percent", "plural", "short_source", "summary"]
+__all__ = ["NOTHING", "graph_breaks", "percent", "plural", "short_source", "summary"]
 
 NOTHING = "omni: nothing was compiled yet; call the compiled function first"
 
@@ -23,10 +24,20 @@ def summary(audit: Audit) -> str:
     if ineffective:
         keys = ", ".join(dict.fromkeys(ineffective))
         clauses.append(f"{plural(len(set(ineffective)), 'option')} not as requested ({keys})")
+    broken = graph_breaks(audit)
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        clauses.append(f"{plural(len(broken), 'graph break')} ({short_source(broken[0])}{more})")
     if audit.retreats:
         clauses.append(plural(len(audit.retreats), "retreat"))
     clauses.append(_verdict(audit))
     return f"{head}: {'; '.join(clause for clause in clauses if clause)}"
+
+
+def graph_breaks(audit: Audit) -> list[str]:
+    """The places at which Dynamo broke off, each once; a break in a called function ends the graph of each caller."""
+    found = (miss for graph in audit.graphs for miss in graph.near_misses if miss.reason.code == "graph_break")
+    return list(dict.fromkeys(miss.source or miss.node for miss in found))
 
 
 def _shares(audit: Audit) -> str:

@@ -73,7 +73,7 @@ def _subgraphs(audit: Audit) -> Table:
     )
     for row in audit.subgraphs:
         table.add_row(
-            _text(f"  /{row.id.rsplit('/', 1)[1]}" if row.parent else row.id),
+            _text(f"  /{row.id.rsplit('/', 1)[-1]}" if row.parent else row.id),
             _text(row.planned or "not recorded"),
             _lowering(row),
             _text(row.nodes),

@@ -1,4 +1,4 @@
-"""The command line: `omnicomp run`, `audit`, `bisect`, `doctor`, `bringup`, `conformance`.
+"""The command line: `omnicomp run`, `audit`, `diff`, `check`, `bisect`, `doctor`, `bringup`, `conformance`.
 
 Exit status: 0 if all is well, 1 if the user's program failed or something needed is missing, 2 for bad input. A
 program that ends itself keeps its own status.
@@ -77,7 +77,7 @@ def run_command(
     module: Annotated[str | None, typer.Option("-m", help="Run a module instead, as python -m does.")] = None,
     audit: Annotated[Path | None, typer.Option(help="Write the audit to a .html, .json or .txt file.")] = None,
     timeline: Annotated[
-        str | None, typer.Option(help="Write the events to a JSON Lines file (%p pid, %r rank).")
+        str | None, typer.Option(help="Write the events to a JSON Lines file (%p pid, %r rank, %h host).")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of omni or Inductor.")
@@ -101,20 +101,80 @@ def run_command(
 
 @app.command("audit", help="Make an audit from a timeline file.")
 def audit_command(
-    timeline: Annotated[Path, typer.Argument(help="A JSON Lines timeline.")],
-    format: Annotated[str | None, typer.Option(help="text, json, html or summary; text if not told.")] = None,
+    timeline: Annotated[Path, typer.Argument(help="A timeline, an audit as JSON, or a folder of timelines.")],
+    format: Annotated[
+        str | None, typer.Option(help="text, tree, json, html, trace or summary; text if not told.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Show it by module path.")] = False,
+    by: Annotated[
+        str | None, typer.Option(metavar="WHAT", help="What the tree counts: flops, time, operators or bytes.")
+    ] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Why a module, operator, node, subgraph, line, pass or option is as it is."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto to this file.")] = None,
+    source: Annotated[bool, typer.Option(help="Lines of source in the HTML page.")] = True,
 ) -> None:
     """Make an audit from a timeline file."""
-    from omnicomp.audit import audit
-    from omnicomp.cli.views import format_of, render, write
+    from omnicomp.cli.auditing import run_audit
 
-    chosen = format or (format_of(output) if output is not None else "text")
-    text = render(audit(timeline), chosen)
-    if output is None:
-        sys.stdout.write(text)
-    else:
-        write(output, text)
+    views: dict[str, Any] = {"tree": tree, "by": by, "question": why, "trace": trace, "excerpts": source}
+    run_audit(timeline, format=format, output=output, **views)
+
+
+@app.command("diff", help="Say what differs between two runs; the exit status is 0 if nothing does, and else 1.")
+def diff_command(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A timeline, or an audit as JSON.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="What to compare it with, likewise.")],
+    format: Annotated[str | None, typer.Option(help="text, json, markdown or summary; text if not told.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+    time_threshold: Annotated[
+        float | None, typer.Option(metavar="PERCENT", help="Growth of a time that is a difference; none if not told.")
+    ] = None,
+    memory_threshold: Annotated[
+        float | None, typer.Option(metavar="PERCENT", help="Growth of memory that is one, likewise.")
+    ] = None,
+) -> None:
+    """Say what differs between two runs."""
+    from omnicomp.cli.diff import run_diff
+
+    limits = {"time_percent": time_threshold, "memory_percent": memory_threshold}
+    raise typer.Exit(run_diff(before, after, format=format, output=output, **limits))
+
+
+@app.command("check", help="Judge what fell back to eager; the exit status is 0 within the budget, and 1 over it.")
+def check_command(
+    report: Annotated[Path, typer.Argument(help="A timeline, an audit as JSON, or a folder of timelines.")],
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="OLD", help="Likewise; only what it does not have counts.")
+    ] = None,
+    max_nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="How many operators may run eager; 0 if no bound is told.")
+    ] = None,
+    max_flops_share: Annotated[
+        float | None, typer.Option(metavar="F", help="Which part of the FLOPs they may have, such as 0.01.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="SELECTOR", help="Operators and modules that don't count.")
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="text, markdown, github, junit or json; text if not told.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+) -> None:
+    """Judge what fell back to eager."""
+    from omnicomp.cli.check import run_check
+
+    code = run_check(
+        report,
+        baseline=baseline,
+        max_nodes=max_nodes,
+        max_flops_share=max_flops_share,
+        allow=allow or (),
+        format=format,
+        output=output,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("bisect", help="List what is known to fail here, or repeat and narrow one failure.")
@@ -139,8 +199,9 @@ def doctor_command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check what omni needs on this machine."""
-    from omnicomp.cli.doctor import examine, to_json, to_text
+    from omnicomp.cli.doctor import enable_simulated, examine, to_json, to_text
 
+    enable_simulated(device)
     found = examine(device)
     sys.stdout.write(to_json(found) if json else to_text(found))
     raise typer.Exit(1 if any(check.status == "missing" for check in found) else 0)
@@ -204,3 +265,16 @@ def new_device_command(
     written = write_device(name, path)
     print("\n".join(map(str, written)))
     print(f"\nNext:\n{next_steps(name, path / f'omnicomp-{name}')}")
+
+
+@new_app.command("engine", help="Write a package for an engine: operators, executable, tests.")
+def new_engine_command(
+    name: Annotated[str, typer.Argument(help="What options are to call the engine by.")],
+    path: Annotated[Path, typer.Option(help="The folder that omnicomp-NAME is made in.")] = Path(),
+) -> None:
+    """Write a package for an engine."""
+    from omnicomp.cli.new import next_engine_steps, write_engine
+
+    written = write_engine(name, path)
+    print("\n".join(map(str, written)))
+    print(f"\nNext:\n{next_engine_steps(name, path / f'omnicomp-{name}')}")

@@ -18,6 +18,7 @@ from omnicomp.cli.redirect import Redirected, redirected
 from omnicomp.cli.views import check_writable, format_of, render, write
 from omnicomp.errors import OmnicompError, OptionError
 from omnicomp.options import parse
+from omnicomp.printable import one_line
 from omnicomp.timeline import JsonLinesSink, current
 
 __all__ = ["Program", "parse_options", "run"]
@@ -72,7 +73,7 @@ def run(
     for name, calls in counts.kept.items():
         times = f"{calls} torch.compile call{'s' if calls > 1 else ''}"
         _say(f"omnicomp: note: {times} named the backend {name!r} and kept it")
-    _say(_summary(found, counts))
+    _say(one_line(_summary(found, counts)))
     if audit_path is not None:
         write(audit_path, render(found, format_of(audit_path)))
     return code

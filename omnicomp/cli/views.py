@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Final
 
 from omnicomp.audit import Audit
+from omnicomp.audit.fleet import Fleet
 from omnicomp.errors import OmnicompError
+from omnicomp.printable import one_line
 
 __all__ = ["FORMATS", "check_writable", "format_of", "render", "write"]
 
-FORMATS: Final[dict[str, Callable[[Audit], str]]] = {
-    "text": Audit.to_text,
-    "json": Audit.to_json,
-    "html": Audit.to_html,
-    "summary": lambda found: f"{found.summary()}\n",
+FORMATS: Final[dict[str, Callable[[Audit | Fleet], str]]] = {
+    "text": lambda found: found.to_text(),
+    "json": lambda found: found.to_json(),
+    "html": lambda found: found.to_html(),
+    "summary": lambda found: f"{one_line(found.summary())}\n",
 }
 _SUFFIXES: Final = {".txt": "text", ".json": "json", ".html": "html", ".htm": "html"}
 
@@ -31,8 +33,8 @@ def format_of(path: Path) -> str:
         raise OmnicompError(f"{path} has no known extension; name the audit with one of {known}") from None
 
 
-def render(found: Audit, format: str) -> str:
-    """The audit in a format.
+def render(found: Audit | Fleet, format: str) -> str:
+    """The audit of one timeline or of a folder in a format.
 
     Raises:
         OmnicompError: the format is unknown.

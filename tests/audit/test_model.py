@@ -4,7 +4,18 @@ from collections.abc import Callable
 import pytest
 
 from omnicomp.audit import audit, build
-from omnicomp.timeline import Attempt, Capture, Event, Placement, Ran, Reason, Retreat, Subgraph, Timeline
+from omnicomp.timeline import (
+    Attempt,
+    Capture,
+    Event,
+    NodePlacement,
+    Placement,
+    Ran,
+    Reason,
+    Retreat,
+    Subgraph,
+    Timeline,
+)
 
 FAILED = Reason(code="build_failed", sentence="it does not build")
 Events = list[Event]
@@ -143,6 +154,14 @@ def test_fallbacks(events: Events) -> None:
     assert (node.node, node.op, node.source, node.ran) == ("foo", "aten.foo.default", "/home/me/model.py:12", None)
     assert [reason.code for reason in node.reasons] == ["no_override", "unsupported_op"]
     assert (row.subgraph, row.ran, row.reasons[0].code) == ("g0.forward.10", True, "build_failed")
+
+
+def test_a_subgraph_that_was_planned_on_eager_is_not_counted_beside_its_nodes() -> None:
+    node = NodePlacement(node="n", op="aten.foo.default", lowering="eager", chain=(FAILED,))
+    asked = Attempt(graph="g0", part="forward", subgraph="g0.forward.0", lowering="inductor", ok=False, reason=FAILED)
+    placed = Placement(graph="g0", part="forward", nodes={"eager": 1}, declined=(node,))
+    found = build([placed, subgraph(lowering="eager"), asked, ran("eager")])
+    assert [(fallback.node, fallback.subgraph) for fallback in found.fallbacks] == [("n", "")]
 
 
 def test_eager_by_choice_is_no_fallback(events: Events) -> None:

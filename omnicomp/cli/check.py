@@ -1,0 +1,96 @@
+"""`omnicomp check`: whether what fell back is within a budget, as an exit status and in the forms that CI reads."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from omnicomp.acknowledge import load
+from omnicomp.audit import Audit
+from omnicomp.audit.annotations import to_annotations
+from omnicomp.audit.checkviews import to_json, to_text
+from omnicomp.audit.fleet import timelines
+from omnicomp.audit.gate import judge
+from omnicomp.audit.junit import to_junit
+from omnicomp.audit.markdown import to_markdown
+from omnicomp.audit.source import load as load_report
+from omnicomp.audit.verdict import Verdict
+from omnicomp.cli.views import write
+from omnicomp.errors import OmnicompError, TimelineError, nearest
+from omnicomp.fallback_budget import FallbackBudget, parse_share
+
+__all__ = ["FORMATS", "reports", "run_check"]
+
+FORMATS: Final[dict[str, Callable[[Sequence[Verdict]], str]]] = {
+    "text": to_text,
+    "markdown": to_markdown,
+    "github": lambda verdicts: to_annotations(verdicts, os.environ.get("GITHUB_WORKSPACE") or Path.cwd()),
+    "junit": to_junit,
+    "json": to_json,
+}
+_SUFFIXES: Final = {".txt": "text", ".json": "json", ".md": "markdown", ".xml": "junit"}
+
+
+def reports(path: Path) -> list[tuple[str, Audit]]:
+    """The reports of a file, or of every timeline in a folder, with their names.
+
+    Raises:
+        OmnicompError: one of them can't be read, or the folder has none.
+    """
+    if not path.is_dir():
+        return [(str(path), load_report(path))]
+    found = [(str(file), load_report(file)) for file in timelines(path)]
+    if not found:
+        raise TimelineError(f"{path} has no timelines (*.jsonl); write some with OMNICOMP_TIMELINE='{path}/%p.jsonl'")
+    return found
+
+
+def run_check(
+    report: Path,
+    *,
+    baseline: Path | None = None,
+    max_nodes: int | None = None,
+    max_flops_share: float | None = None,
+    allow: Sequence[str] = (),
+    format: str | None = None,
+    output: Path | None = None,
+) -> int:
+    """Judge a report, and print or write the verdict.
+
+    Args:
+        report: a report as JSON, a timeline, or a folder of timelines, each of which is judged by itself.
+        baseline: likewise; what it has does not count.
+        max_nodes: how many operators may run eager; None for 0, or for no bound if the other one is given.
+        max_flops_share: which part of the work they may have, from 0 to 1; None for no bound.
+        allow: selectors of what does not count.
+        format: one of `FORMATS`; None for that of the output's extension, else text.
+        output: the file to write; None for standard output.
+
+    Returns:
+        0 if every report is within the budget, 1 if one is over it.
+
+    Raises:
+        OmnicompError: a file can't be read or written, or a value is wrong.
+    """
+    name = format or (_SUFFIXES.get(output.suffix.lower(), "text") if output is not None else "text")
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise OmnicompError(f"unknown format {name!r}{nearest(name, FORMATS) or f'; known ones are {known}'}")
+    if max_nodes is not None and max_nodes < 0:
+        raise OmnicompError(f"--max-nodes takes a number of operators, not {max_nodes}")
+    share = parse_share("--max-flops-share", max_flops_share)
+    if max_nodes is None and share is None:
+        max_nodes = 0
+    budget = FallbackBudget(max_nodes=max_nodes, max_flops_share=share, allow=tuple(allow))
+    acknowledged = load()
+    before = None if baseline is None else [audit for _, audit in reports(baseline)]
+    verdicts = [
+        judge(audit, budget, acknowledged=acknowledged, baseline=before, name=file) for file, audit in reports(report)
+    ]
+    text = FORMATS[name](verdicts)
+    if output is None:
+        sys.stdout.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+    else:
+        write(output, text)
+    return 1 if any(verdict.over for verdict in verdicts) else 0

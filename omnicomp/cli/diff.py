@@ -1,0 +1,64 @@
+"""`omnicomp diff`: what differs between two timelines or reports, and whether anything does."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from omnicomp.audit import AuditDiff, diff
+from omnicomp.cli.views import write
+from omnicomp.errors import OmnicompError, nearest
+from omnicomp.printable import one_line
+
+__all__ = ["FORMATS", "run_diff"]
+
+FORMATS: Final[dict[str, Callable[[AuditDiff], str]]] = {
+    "text": AuditDiff.to_text,
+    "json": AuditDiff.to_json,
+    "markdown": AuditDiff.to_markdown,
+    "summary": lambda found: f"{one_line(found.summary())}\n",
+}
+_SUFFIXES: Final = {".txt": "text", ".json": "json", ".md": "markdown"}
+
+
+def run_diff(
+    before: Path,
+    after: Path,
+    *,
+    format: str | None = None,
+    output: Path | None = None,
+    time_percent: float | None = None,
+    memory_percent: float | None = None,
+) -> int:
+    """Print or write what differs.
+
+    Args:
+        before: a timeline, or a report as JSON.
+        after: likewise.
+        format: one of `FORMATS`; None for that of the output's extension, else text.
+        output: the file to write; None for standard output.
+        time_percent: growth of a time beyond which it is a difference; None: times make none.
+        memory_percent: likewise of memory.
+
+    Returns:
+        0 if nothing differs, 1 if something does.
+
+    Raises:
+        OmnicompError: a file can't be read or written, or the format is unknown.
+    """
+    name = format or (_SUFFIXES.get(output.suffix.lower(), "text") if output is not None else "text")
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise OmnicompError(f"unknown format {name!r}{nearest(name, FORMATS) or f'; known ones are {known}'}")
+    limits = {"--time-threshold": time_percent, "--memory-threshold": memory_percent}
+    for option, percent in limits.items():
+        if percent is not None and not 0 <= percent < float("inf"):
+            raise OmnicompError(f"{option} takes a percentage that is not negative, not {percent:g}")
+    time, memory = (None if percent is None else percent / 100 for percent in limits.values())
+    found = diff(before, after, time_threshold=time, memory_threshold=memory)
+    text = FORMATS[name](found)
+    if output is None:
+        sys.stdout.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+    else:
+        write(output, text)
+    return 1 if found.differs else 0
