@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from omnicomp import timeline as timeline  # the package itself, so that `omnicomp.timeline.events()` needs no import
 from omnicomp.audit import Audit, audit
 from omnicomp.errors import (
+    AcknowledgeError,
     DeviceError,
+    FallbackError,
     LoweringError,
     OmnicompError,
     OptionError,
     OverrideError,
     PassError,
+    ReportError,
     TimelineError,
 )
 
@@ -34,15 +37,18 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AcknowledgeError",
     "Audit",
     "DeviceError",
     "DtypePolicy",
+    "FallbackError",
     "LoweringError",
     "OmnicompError",
     "OptionError",
     "OverrideError",
     "PassError",
     "Policy",
+    "ReportError",
     "TimelineError",
     "__version__",
     "audit",
