@@ -12,9 +12,11 @@ CACHE = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__)
 CACHE.mkdir(parents=True, exist_ok=True)
 os.environ.pop("OMNICOMP_TIMELINE", None)
 
+import reports  # noqa: E402
 import torch  # noqa: E402
 
 import omnicomp  # noqa: E402
+from omnicomp.audit import jsonform  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,10 @@ def clean_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.compiler.reset()
     omnicomp.timeline.clear()
     torch.manual_seed(0)
+    written = jsonform.to_dict
+    monkeypatch.setattr(jsonform, "to_dict", lambda audit: reports.check(written(audit)))
     yield
+    if len(omnicomp.timeline.current()):
+        reports.check_audit(omnicomp.audit())
     torch.compiler.reset()
     omnicomp.timeline.clear()
