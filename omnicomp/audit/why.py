@@ -106,13 +106,18 @@ def why(audit: Audit, name: str) -> Why:
             reason; `*` and `?` stand for anything.
 
     Raises:
-        ReportError: the report has nothing of that name.
+        ReportError: the report has nothing of that name, or nothing to tell of it.
     """
     question = name.strip()
     answers = [answer for graph in audit.graphs for answer in _of_graph(graph, question)] if question else []
     answers += [answer for graph in audit.graphs for answer in _settings(graph, question)] if question else []
     if not answers:
-        hint = nearest(question, known_names(audit)) or "; name a module, an operator, a node, a subgraph or a pass"
+        known = known_names(audit)
+        if question in known:
+            raise ReportError(
+                f"the report has {question!r}, and nothing to tell of it: nothing in it was built or refused"
+            )
+        hint = nearest(question, known) or "; name a module, an operator, a node, a subgraph or a pass"
         raise ReportError(f"the report has nothing called {question!r}{hint}")
     return Why(question=question, answers=tuple(_grouped(answers)))
 

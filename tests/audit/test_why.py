@@ -141,6 +141,11 @@ def test_no_question_is_too_odd(question: str, events: list[Event]) -> None:
         why(build(events), question)
 
 
-def test_the_report_answers_itself() -> None:
-    report = build([Capture(graph="g0", function="forward (m.py:1)", nodes=1)])
-    assert report.why("g0").to_text() == why(report, "g0").to_text()
+def test_the_report_answers_itself(events: list[Event]) -> None:
+    report = build(events)
+    assert report.why("g0.forward.10").to_text() == why(report, "g0.forward.10").to_text()
+
+
+def test_a_graph_without_parts_is_known_and_has_nothing_to_tell() -> None:
+    with pytest.raises(ReportError, match="nothing to tell"):
+        build([Capture(graph="g0", nodes=1)]).why("g0")
