@@ -40,7 +40,7 @@ class XlaExecutable(EngineExecutable):
 
     def dumps(self) -> bytes | None:
         """What JAX serialises of it; the weights are not in it."""
-        from jax.experimental import serialize_executable
+        from jax.experimental import serialize_executable  # pyright: ignore[reportMissingImports]
 
         return serialize_executable.serialize(self._compiled)[0]
 
@@ -72,7 +72,7 @@ def imported(tensor: torch.Tensor) -> Any:
 
 def loaded(data: bytes, inputs: int, outputs: int, device: Any) -> Any:
     """The inverse of `XlaExecutable.dumps`, for a number of inputs and outputs."""
-    from jax.experimental import serialize_executable
+    from jax.experimental import serialize_executable  # pyright: ignore[reportMissingImports]
 
     given = jax.tree.structure(((0,) * inputs, {}))
     made = jax.tree.structure((0,) * outputs)

@@ -23,7 +23,7 @@ class _Package:
         if name.startswith("__"):
             raise AttributeError(name)
         os.environ.setdefault(_PREALLOCATE, "false")
-        import jax
+        import jax  # pyright: ignore[reportMissingImports]
 
         return getattr(jax, name)
 
