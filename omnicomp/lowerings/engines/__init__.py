@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import logging
 
+from omnicomp._torch.afresh import apart
 from omnicomp.engine_names import BUILT_IN, GROUP, engine_names
 from omnicomp.errors import EngineError, nearest
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
@@ -42,7 +43,8 @@ def resolve_engine(name: str) -> Engine:
         known = ", ".join(engine_names())
         raise EngineError(f"unknown engine {name!r}; known engines are {known}{nearest(name, engine_names())}")
     try:
-        made = _declared(name)()
+        # It is first asked for in the middle of a compilation: tensors that its module makes must be real ones.
+        made = apart(lambda: _declared(name)(), {})
     except Exception as error:
         log.warning("the engine %s can't be loaded: %s: %s", name, type(error).__name__, error)
         raise EngineError(f"the engine {name} can't be loaded: {type(error).__name__}: {error}") from error

@@ -6,6 +6,7 @@ from typing import Any
 import fake_engines as fake
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import omnicomp
 from omnicomp import engine_names
@@ -118,3 +119,16 @@ def test_engine_options_of_what_is_no_mapping() -> None:
     ):
         with pytest.raises(OptionError, match=message):
             omnicomp.options.parse(None, {"engines": value})
+
+
+def test_an_engine_is_made_outside_of_the_modes_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that its module or itself makes at that moment would be fake ones otherwise."""
+    monkeypatch.setattr(ToyEngine, "__init__", lambda self: setattr(self, "made", torch.empty(1)))
+    resolve_engine.cache_clear()
+    try:
+        with FakeTensorMode():
+            assert isinstance(torch.empty(1), FakeTensor)
+            found: Any = resolve_engine("toy")
+        assert not isinstance(found.made, FakeTensor)
+    finally:
+        resolve_engine.cache_clear()
