@@ -18,8 +18,11 @@ from omnicomp.rules import Rule
 __all__ = ["Option", "by_rule", "names", "options"]
 
 _TANH: Final[Mapping[str, Any]] = {"cpp.use_decompose_tanh": True}
-# Not to be measured: the one that teaches runs torch's own operators, and the other is a setting of Inductor.
-_NO_RIVALS: Final = ("toy", "frozen")
+# Measured where the user names them alone: the one that teaches runs torch's own operators; `frozen` is a setting of
+# Inductor, and among those; and TVM without its tuner was never faster than a hundredth to a half of Inductor.
+_NO_RIVALS: Final = ("toy", "frozen", "tvm")
+# Each failed build of a candidate is time that the user waits for something that will hardly win.
+_BUILDS: Final = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class Option:
             lowerings=self.lowerings,
             rules=(*old.rules, *self.rules),
             engines={**old.engines, **engines},
+            max_builds=min(old.max_builds, _BUILDS),
             inductor={**old.inductor, **self.inductor},
         )
         return dataclasses.replace(graph, policy=policy, digest=f"{graph_digest(policy, graph.device)}{self.name}")
