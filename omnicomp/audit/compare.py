@@ -11,6 +11,7 @@ from omnicomp.audit.identity import operators_of, without_number
 from omnicomp.audit.measuring import measures, over_threshold
 from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
 from omnicomp.audit.pairing import operators, paired_graphs, paired_rows
+from omnicomp.audit.rows import step_of
 from omnicomp.timeline import Retreat
 
 __all__ = ["compare"]
@@ -236,7 +237,7 @@ def _retreats(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
     _, new = difference(one.retreats, key, other.retreats, key)
     for retreat in new:
         source, target = retreat.source_lowering, retreat.target_lowering
-        step = f"{source} gave way to {target}" if source != target else f"{source} builds it in pieces only"
+        step = step_of(retreat)
         yield Change(
             kind="retreat",
             what=f"{retreat.part} part" if retreat.part else "graph",

@@ -7,7 +7,7 @@ from typing import Final
 from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
 from omnicomp.audit.summary import plural, short_source
 from omnicomp.printable import printable
-from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Speculation
+from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Retreat, Speculation
 
 __all__ = [
     "ReasonRow",
@@ -25,6 +25,7 @@ __all__ = [
     "reason_text",
     "speculation",
     "status",
+    "step_of",
     "what",
     "with_lever",
 ]
@@ -142,13 +143,20 @@ def _without_place(reason: Reason) -> tuple[tuple[str, str], ...]:
     return tuple((key, text) for key, text in reason.to_dict().items() if key not in ("node", "source", "cause"))
 
 
+def step_of(retreat: Retreat) -> str:
+    """What a retreat was, in a few words."""
+    source, target = retreat.source_lowering, retreat.target_lowering
+    if source != target:
+        return f"{source} gave way to {target}"
+    if retreat.reason.code == "weights_changed":
+        return f"{source} reads weights as inputs"
+    return f"{source} builds it in pieces only"
+
+
 def _reason_rows(audit: Audit) -> Iterator[ReasonRow]:
     for graph in audit.graphs:
         for retreat in graph.retreats:
-            what = f"{retreat.subgraph}: {retreat.source_lowering} gave way to {retreat.target_lowering}"
-            if retreat.source_lowering == retreat.target_lowering:
-                what = f"{retreat.subgraph}: {retreat.source_lowering} builds it in pieces only"
-            yield ReasonRow(what, retreat.reason.source, (retreat.reason,))
+            yield ReasonRow(f"{retreat.subgraph}: {step_of(retreat)}", retreat.reason.source, (retreat.reason,))
         for miss in graph.near_misses:
             if miss.reason.code == "graph_break":
                 yield ReasonRow(f"{graph.id} is broken off by dynamo", miss.source, (miss.reason,))
