@@ -66,8 +66,8 @@ CACHES = {
     "autograd cache write": Place(
         "torch._functorch._aot_autograd.autograd_cache", "AOTAutogradCache._write_to_local_cache"
     ),
-    "cache verdict": Place("omnicomp.backend", "verdict"),
-    "replay": Place("omnicomp.backend", "replay"),
+    "cache verdict": Place("omnicomp.autograd", "verdict"),
+    "replay": Place("omnicomp.autograd", "replay"),
     "replayed way down": Place("omnicomp.fallbacks", "guard"),
 }
 AUTOTUNED = {
