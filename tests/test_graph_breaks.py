@@ -1,5 +1,6 @@
 """Where Dynamo breaks off is in the timeline, with its line and its reason."""
 
+import re
 from typing import Any
 
 import pytest
@@ -69,6 +70,7 @@ def test_the_report_says_where_and_why(question: str) -> None:
     text = str(why(report, question))
     assert "dynamo broke off a graph" in text
     assert "return x.sin()[x > 0].cos()" in text
-    assert f"{report.graphs[0].id} is broken off by dynamo" in report.to_text()
+    words = re.sub(r"[\s|]+", " ", report.to_text())  # a cell of the table may be wrapped
+    assert f"{report.graphs[0].id} is broken off by dynamo" in words
     assert "1 graph break (test_graph_breaks.py:" in report.summary()
     assert report.sites.total == 0

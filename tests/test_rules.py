@@ -73,7 +73,7 @@ def test_subgraphs_are_named_by_graph_part_and_number() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"aten.topk": "tensorrt"}, "'tensorrt' for 'aten.topk' is no lowering"),
+        ({"aten.topk": "nobody"}, "'nobody' for 'aten.topk' is no lowering"),
         ({"aten.topk": []}, "takes a lowering or a list"),
         ({"aten.topk": ["eager", "eager"]}, "takes a lowering or a list"),
         ({"aten.topk": 3}, "takes a lowering or a list"),
