@@ -171,6 +171,16 @@ class Constants:
         # A parameter that died has freed its memory, which then nobody holds: its id may be given away.
         return not self._buffers or self._same_buffers(wanted)
 
+    def merely_shared(self, wanted: tuple[Tensor, ...]) -> bool:
+        """Whether nothing was written as far as is known, and only someone else holds the memory of a weight, too."""
+        picked = self._pick(wanted)
+        return (
+            list(map(id, picked)) == self._ids
+            and [value._version for value in picked] == self._versions
+            and [value.data_ptr() for value in picked] == self._pointers
+            and self._mark is _Sight.mark
+        )
+
     def same_objects(self, wanted: tuple[Tensor, ...]) -> bool:
         """Whether these are the same parameters, whatever they hold."""
         return self.alive and list(map(id, self._pick(wanted))) == self._ids

@@ -8,6 +8,7 @@ those of a call, and what was built for the last few of them is kept.
 import dataclasses
 import gc
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
@@ -32,6 +33,8 @@ __all__ = ["Program"]
 
 # Of one set of weights: how often it is built anew. What changes more often is being trained.
 _REBUILDS: Final = 3
+# Milliseconds to wait for another thread, which makes a session, to let go of a weight's memory.
+_PATIENCE: Final = 20
 # Of one subgraph: how many sets of weights are built in at a time, as in a model of equal layers compiled one by one.
 _SETS: Final = 64
 
@@ -162,6 +165,12 @@ class Program:
             sizes = self._class_of(inputs)
             case = (*sizes, id(weights[0]) if weights else 0)
             built = self._built.get(case)
+            for _ in range(_PATIENCE):
+                if built is None or built.constants is None or self._holds(built, inputs):
+                    break
+                if not built.constants.merely_shared(weights):
+                    break
+                time.sleep(0.001)
             if built is not None and self._holds(built, inputs):
                 self._built.move_to_end(case)
                 self._last = built
