@@ -1,13 +1,12 @@
 """Building a graph of real inputs once more, in the middle of a call: fixed sizes, and Inductor's settings of then."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._guards
 import torch._inductor.config
-from torch._dynamo.convert_frame import preserve_global_state
 from torch._dynamo.utils import get_metrics_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
@@ -21,6 +20,8 @@ __all__ = ["apart", "is_symbolic", "values_of", "with_fixed_sizes"]
 def apart(work: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
     """Do some work without the modes of the caller, with settings of Inductor's, and leave random numbers as they were.
 
+    Several threads may be in here at once, and others in Dynamo.
+
     Args:
         work: what to do.
         settings: Inductor's config entries.
@@ -28,19 +29,35 @@ def apart(work: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
     Raises:
         Exception: whatever `work` raises.
     """
+    with (
+        _same_random_numbers(),
+        torch._C._PreserveDispatchKeyGuard(),
+        torch._inductor.config.patch(dict(settings)) if settings else contextlib.nullcontext(),
+        torch._guards.tracing(None),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        get_metrics_context(),
+    ):
+        return work()
 
-    def inside() -> Any:
-        with (
-            torch._inductor.config.patch(dict(settings)),
-            torch._guards.tracing(None),
-            _disable_current_modes(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            get_metrics_context(),
-        ):
-            return work()
 
-    return preserve_global_state(inside)()
+@contextlib.contextmanager
+def _same_random_numbers() -> Generator[None]:
+    """Put the default generators back.
+
+    Dynamo's `preserve_global_state` would do this too, but it swaps a function of FX's for the whole process, which is
+    put back in the right order only by those who hold Dynamo's lock. Two threads that don't leave it swapped: from then
+    on, Dynamo skips every `GraphModule` that is made, and runs it in eager without a word.
+    """
+    on_cpu = torch.random.get_rng_state()
+    on_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(on_cpu)
+        if on_cuda is not None:
+            torch.cuda.set_rng_state(on_cuda)
 
 
 def is_symbolic(inputs: Sequence[Any]) -> bool:
