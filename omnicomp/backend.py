@@ -24,6 +24,7 @@ from omnicomp.choice import compile_chosen
 from omnicomp.enforcement import enforce
 from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError
 from omnicomp.generators import generator_states
+from omnicomp.graphs import all_nodes
 from omnicomp.localize import first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides import registry as overrides
@@ -35,6 +36,7 @@ from omnicomp.once import Once
 from omnicomp.options import Policy, parse
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.legal.scan import without_missing_autocast
+from omnicomp.places import places_of
 from omnicomp.speculation import Assumption
 from omnicomp.timeline import (
     Attempt,
@@ -78,7 +80,8 @@ def omni(
         policy = parse(mode, options)
     except OmnicompError as error:
         raise dynamo.user_error(error) from None
-    with dynamo.compile_lock, activity("compile", "a graph", shown=policy.progress) as doing:
+    under_way = activity("compile", "a graph", shown=policy.progress)
+    with dynamo.compile_lock, dynamo.unseen_by_hooks(), under_way as doing:
         try:
             captured = capture_graph(gm, example_inputs, policy, options)
             doing.say(f"{captured.id} {captured.capture.function}".rstrip(), graph=captured.id)
@@ -323,6 +326,7 @@ def _build(
     """
     for event in passed.events:
         current().append(event)
+    graph = dataclasses.replace(graph, places=places_of(all_nodes(passed.module)))
     kept = copy_module(passed.module)
     steering = () if after_dynamo else dynamo.CONTROL_FLOW
     try:

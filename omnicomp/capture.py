@@ -29,6 +29,7 @@ from omnicomp.once import harmless
 from omnicomp.options import Policy
 from omnicomp.outlets import attach_all
 from omnicomp.passes.base import digest as passes_digest
+from omnicomp.places import Places
 from omnicomp.precision import record_without_tf32
 from omnicomp.records import distinct
 from omnicomp.settings import effective_options
@@ -53,6 +54,7 @@ class CapturedGraph:
     sizes: dict[str, int]
     capture: Capture
     declined: tuple[NodePlacement, ...] = ()
+    places: Places = dataclasses.field(default_factory=Places)
     key: KeyParts = dataclasses.field(default_factory=KeyParts)
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
@@ -67,6 +69,7 @@ class CapturedGraph:
             digest=self.digest,
             modules=self.modules,
             sources=self.sources,
+            places=self.places,
             sizes=self.sizes,
             declined=self.declined,
             key=self.key,

@@ -73,11 +73,18 @@ class OmniAudit:
         Raises:
             AssertionError: more does; the message names operators, lines and levers. Also if nothing was compiled, as
                 then nothing was seen.
+            TypeError: an argument is wrong.
         """
+        __tracebackhide__ = True  # what failed is the test, and its lines are what pytest shows
         from omnicomp.audit.checkviews import to_text
+        from omnicomp.errors import OptionError
+        from omnicomp.fallback_budget import parse_budget
 
-        if isinstance(allow, str):
-            raise TypeError(f"allow takes a list of operators and modules, not {allow!r}")
+        allow = sorted(allow) if isinstance(allow, (set, frozenset)) else allow
+        try:
+            parse_budget("assert_no_fallback", {"allow": allow, "max_nodes": max_nodes})
+        except OptionError as error:
+            raise TypeError(str(error)) from None
         verdict = self.verdict(allow=allow, max_nodes=max_nodes)
         if not verdict.audit.graphs:
             raise AssertionError(
@@ -112,11 +119,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Check what a marked test compiled, once it has passed."""
+    """Check what a marked test compiled, once it has passed; of several markers the closest one counts."""
+    __tracebackhide__ = True
     result = yield
-    for mark in item.iter_markers(_MARKER):
-        if mark.args:
-            raise pytest.UsageError(f"{_MARKER} takes allow=[...] and max_nodes=N by name, not {mark.args[0]!r}")
+    mark = item.get_closest_marker(_MARKER)
+    if mark is not None:
+        wrong = [*mark.args, *(name for name in mark.kwargs if name not in ("allow", "max_nodes"))]
+        if wrong:
+            raise pytest.UsageError(f"{_MARKER} takes allow=[...] and max_nodes=N by name, not {wrong[0]!r}")
         item.stash[_KEY].assert_no_fallback(**mark.kwargs)
     return result
 

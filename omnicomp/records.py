@@ -2,8 +2,8 @@
 
 A warm start never reaches our code for a part that AOTAutograd's cache restores. The record travels inside the
 compiled graph, so that the timeline of a warm start says what the cold one said. It is part of the cache key, so it
-holds no ids of the process, no times, and no sizes of a dynamic graph. The user's source lines are in it only for what
-an override took or refused; those of a whole part are read afresh from the Dynamo graph at every start.
+holds no ids of the process, no times, and no sizes of a dynamic graph. The user's source lines and module paths are
+read afresh from the Dynamo graph at every start: the record names its nodes (`omnicomp.places`).
 """
 
 import dataclasses
@@ -112,7 +112,8 @@ class PartRecord:
         """The record as it is kept in the artefact."""
         attempts = self._attempts([("", 0.0)] * len(self._plan.runs))
         events: list[Event] = [self._placement, *self._subgraphs, *self._boundaries, *attempts]
-        text = json.dumps([_without_identity(event, self._whole) for event in events], sort_keys=True)
+        kept = [_without_identity(event, self._whole) for event in events]
+        text = json.dumps(self._context.places.leave_out(kept), sort_keys=True)
         return text.replace(f'"{self._context.part_id}', '"@')
 
     def emit(self, seconds: float, artefact: str) -> None:
@@ -395,7 +396,7 @@ def read_record(
     )
     subgraphs: list[Subgraph] = []
     overrides: list[PlannedCall] = []
-    for data in json.loads((record or "[]").replace('"@', f'"{context.part_id}')):
+    for data in context.places.fill_in(json.loads((record or "[]").replace('"@', f'"{context.part_id}'))):
         event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
         if isinstance(event, Boundary):
             event = dataclasses.replace(event, bytes_hint=hint_of_text(event.bytes, context.sizes))

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp._torch.forward_mode import carries_tangents
 from omnicomp._torch.inductor import live_inputs
 from omnicomp.errors import EngineCrashedError
 from omnicomp.generators import GeneratorStates, default_generators
@@ -194,13 +195,16 @@ class Guard:
         self._lock = threading.Lock()
         self._next: Executable | None = None
         self.stepped_down = False
+        self.differentiated = False
 
     def boxed(self) -> Boxed:
-        """The callable: one more Python frame, and no work unless a call raises."""
+        """The callable: one more Python frame, and no work unless a call raises or an input has a tangent."""
         if self.draws and self.obstacle is None:
             generators: list[torch.Generator] = []
 
             def guarded(inputs: list[Any]) -> Sequence[Any]:
+                if carries_tangents(inputs):
+                    return self._differentiated(inputs)
                 kept = tuple(inputs) if self.keep_inputs else inputs
                 if not generators:  # a device may have none before its first use
                     generators[:] = default_generators(self.draws)
@@ -212,6 +216,8 @@ class Guard:
         elif self.keep_inputs and self.obstacle is None:
 
             def guarded(inputs: list[Any]) -> Sequence[Any]:
+                if carries_tangents(inputs):
+                    return self._differentiated(inputs)
                 kept = tuple(inputs)
                 try:
                     return self.call(inputs)
@@ -220,6 +226,8 @@ class Guard:
         else:
 
             def guarded(inputs: list[Any]) -> Sequence[Any]:
+                if carries_tangents(inputs):
+                    return self._differentiated(inputs)
                 try:
                     return self.call(inputs)
                 except Exception as error:  # noqa: BLE001 - as above
@@ -227,6 +235,30 @@ class Guard:
 
         guarded._boxed_call = True  # type: ignore[attr-defined]
         return guarded
+
+    def _differentiated(self, inputs: list[Any]) -> Sequence[Any]:
+        """A call for a forward-mode derivative: by eager, as generated code would drop the tangents without a word."""
+        built = self._build()
+        outputs = built.call(inputs)
+        if not self.differentiated:
+            self.differentiated = True
+            with harmless("what ran"):
+                self._record_differentiated(built)
+        return outputs
+
+    def _record_differentiated(self, built: Executable) -> None:
+        context = self.context
+        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
+        reason = Reason(
+            code="forward_mode",
+            by=self.lowering,
+            sentence="an input had a tangent, of which generated code computes nothing: calls with tangents run eager",
+            lever="none is needed; calls without tangents run as they were compiled",
+        )
+        append = context.timeline.append
+        append(Retreat(**where, source_lowering=self.lowering, target_lowering=built.lowering, reason=reason))
+        evidence, kernels = built.attest()
+        append(Ran(**where, lowering=built.lowering, evidence=evidence, kernels=kernels))
 
     def _step_down(
         self, error: Exception, inputs: Sequence[Any], states: GeneratorStates | None = None

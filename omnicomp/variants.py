@@ -233,7 +233,7 @@ class Variants:
             self._record("stopped", GENERAL, reason=reason)
 
     def _compiled(self, variant: Variant, *, after_dynamo: bool) -> Callable[..., Any]:
-        with dynamo.compile_lock:
+        with dynamo.compile_lock, dynamo.unseen_by_hooks():
             if variant.call is None:
                 if variant.build is None:  # another thread gave up on it after this one chose it
                     return self._compiled(self._general, after_dynamo=after_dynamo)

@@ -117,6 +117,40 @@ def by_eager(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Ten
     return [out.detach(), *(value.grad for value in inputs)]  # type: ignore[list-item]
 
 
+def program(path: Path, *, above: int) -> Callable[..., Any]:
+    """A model in a file of its own, with lines above it."""
+    text = """
+import torch
+class Inner(torch.nn.Module):
+    def forward(self, x):
+        return torch.erfinv(x.tanh() * 0.5).sin()
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+    def forward(self, x):
+        return self.inner(x)
+model = Outer()
+"""
+    path.write_text("#\n" * above + text)
+    namespace: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    return namespace["model"]
+
+
+def test_the_lines_are_those_of_the_program_that_it_is_restored_in(tmp_path: Path) -> None:
+    compiled(program(tmp_path / "one.py", above=0), (4, 6))
+    compiled(program(tmp_path / "two.py", above=7), (4, 6))
+    assert caches() == HIT
+    audit = omnicomp.audit()
+    (graph,) = audit.graphs
+    forward = next(part for part in graph.parts if part.name == "forward")
+    assert {node.source for node in forward.declined} == {f"{tmp_path / 'two.py'}:12"}
+    (row,) = forward.subgraphs
+    assert (row.sources, row.modules, row.module) == ((f"{tmp_path / 'two.py'}:12",), ("inner",), "inner")
+    assert "one.py" not in audit.to_json()
+
+
 @pytest.mark.inductor
 def test_symbolic_sizes_are_guarded_and_other_sizes_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[StitchedGraph] = []

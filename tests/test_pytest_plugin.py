@@ -84,6 +84,27 @@ def test_marker_by_position_fails():
     compiled(torch.exp)(torch.rand(3))
 
 
+@pytest.mark.omni_no_fallback(alow=["aten.topk"])
+def test_marker_with_a_wrong_name_fails():
+    compiled(torch.exp)(torch.rand(3))
+
+
+@pytest.mark.omni_no_fallback
+class TestOfAClass:
+    @pytest.mark.omni_no_fallback(allow={"aten.topk"})
+    def test_the_closest_marker_passes(self):
+        compiled()(torch.rand(3, 4))
+
+    def test_the_marker_of_the_class_fails(self):
+        compiled()(torch.rand(3, 4))
+
+
+def test_wrong_values_are_refused_passes(omni_audit):
+    for wrong in ({"max_nodes": "3"}, {"max_nodes": -1}, {"allow": [3]}, {"allow": 3}):
+        with pytest.raises(TypeError, match="assert_no_fallback: (allow|max_nodes) takes"):
+            omni_audit.assert_no_fallback(**wrong)
+
+
 @pytest.mark.omni_no_fallback
 def test_nothing_compiled_fails():
     pass
@@ -103,7 +124,7 @@ def test_fixture_marker_and_summary(pytester: pytest.Pytester, monkeypatch: pyte
     lines = result.stdout.str().splitlines()
     # "PASSED test_….py::test_… - error": every test says in its name how it ends.
     ended = [line.split(" - ")[0].split() for line in lines if line.startswith(("PASSED ", "FAILED ", "ERROR "))]
-    assert len(ended) == 11
+    assert len(ended) == 15
     for word, name in ended:
         assert ("_passes" in name) == (word == "PASSED"), (word, name)
         assert ("_fails" in name) == (word == "FAILED"), (word, name)
@@ -111,13 +132,16 @@ def test_fixture_marker_and_summary(pytester: pytest.Pytester, monkeypatch: pyte
         [
             "*- aten.topk.default at *.py:*: toy: it has no form of the operator*",
             "*ValueError: the test's own*",
-            "*takes allow=*by name*",
+            "*takes allow=*by name, not ?'aten.topk'?*",
+            "*takes allow=*by name, not 'alow'*",
             "*omni compiled nothing in this test*",
         ]
     )
     summary = result.stdout.str().partition("omni: fallbacks to eager")[2]
     assert summary.splitlines()[1].startswith("aten.topk.default at ")
-    assert summary.splitlines()[1].endswith(" (7 tests)")
+    assert summary.splitlines()[1].endswith(" (9 tests)")
+    # The lines of the test and its verdict, and not those of the plug-in.
+    assert "result = yield" not in result.stdout.str()
 
 
 def test_a_project_file_that_is_no_toml_is_told_and_ends_no_run(

@@ -18,7 +18,7 @@ from torch._dynamo.exc import (
     Unsupported,
     exceptions_allowed_to_be_fallback,
 )
-from torch._dynamo.utils import get_metrics_context
+from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, get_metrics_context
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "disable",
     "leave_transforms_on_error",
     "seconds_of_tracing",
+    "unseen_by_hooks",
     "user_error",
 ]
 
@@ -82,6 +83,14 @@ def user_error(error: Exception) -> Exception:
 def disable(function: Any, reason: str) -> Any:
     """Keep Dynamo from tracing `function` when a compiled program calls it."""
     return torch._dynamo.disable(function, reason=reason)
+
+
+def unseen_by_hooks() -> contextlib.AbstractContextManager[None]:
+    """Inside, the program's hooks for saved tensors are not called: what is saved there is fake, or none of theirs.
+
+    Activation checkpointing counts what is saved in its region, and finds another number when the region runs again.
+    """
+    return _disable_saved_tensors_hooks_during_tracing()
 
 
 @contextlib.contextmanager

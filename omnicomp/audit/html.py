@@ -13,7 +13,7 @@ from typing import Final
 
 from omnicomp.audit.assets import asset
 from omnicomp.audit.model import Audit
-from omnicomp.audit.pagedata import page_data, to_script
+from omnicomp.audit.pagedata import page_data, to_script, tones_of
 from omnicomp.audit.summary import graph_breaks, percent, plural
 from omnicomp.printable import printable
 
@@ -25,7 +25,6 @@ _SCRIPTS: Final = (
     *("dom.js", "model.js", "table.js", "icicle.js", "detail.js"),
     *("graph.js", "drawn.js", "views.js", "app.js"),
 )
-_KNOWN: Final = ("inductor", "override", "eager")
 
 
 def to_html(audit: Audit, *, excerpts: bool = True) -> str:
@@ -81,22 +80,21 @@ def _verdict(audit: Audit) -> tuple[str, str]:
     return "as planned", "good"
 
 
-def _class(lowering: str) -> str:
-    return lowering if lowering in _KNOWN else "other"
-
-
 def _bar(audit: Audit) -> str:
     """Shares of the work; drawn as SVG, whose sizes are attributes and need no style of their own."""
     shares = sorted(audit.shares.items(), key=lambda item: (item[0] == "eager", -item[1]))
     if not shares:
         return ""
     basis = "operators" if audit.share_basis == "nodes" else "FLOPs"
+    classes = tones_of(audit)
     pieces, at = "", 0.0
     for name, share in shares:
-        pieces += f'<rect class="{_class(name)}" x="{at:.4f}%" width="{100 * share:.4f}%" height="12"></rect>'
+        pieces += (
+            f'<rect class="{classes.get(name, "none")}" x="{at:.4f}%" width="{100 * share:.4f}%" height="12"></rect>'
+        )
         at += 100 * share
     legend = "".join(
-        f'<li><span class="dot {_class(name)}"></span>{_e(name)} <b>{_e(percent(share))}</b></li>'
+        f'<li><span class="dot {classes.get(name, "none")}"></span>{_e(name)} <b>{_e(percent(share))}</b></li>'
         for name, share in shares
     )
     label = ", ".join(f"{name} {percent(share)}" for name, share in shares)

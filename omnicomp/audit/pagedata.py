@@ -12,10 +12,11 @@ from omnicomp.audit.facts import Merge
 from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
 from omnicomp.audit.moduletree import BASES, basis_of
 from omnicomp.audit.slices import Lane, Moment, Slice, lanes, moments
+from omnicomp.audit.tones import tones
 from omnicomp.printable import printable
 from omnicomp.timeline import Candidate, NearMiss, Reason, Rewrite
 
-__all__ = ["page_data", "to_script"]
+__all__ = ["page_data", "to_script", "tones_of"]
 
 _MOST_EXCERPTS: Final = 600
 _OPEN: Final = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
@@ -66,6 +67,7 @@ def page_data(audit: Audit, *, excerpts: bool = True) -> dict[str, Any]:
         "summary": audit.summary().removeprefix("omni: "),
         "basis": basis_of(audit),
         "bases": {name: title for name, title in BASES.items() if known.get(name)},
+        "tones": tones_of(audit),
         "graphs": [_graph(graph, reasons) for graph in audit.graphs],
         "rows": [
             _row(row, graph, number, reasons)
@@ -89,6 +91,15 @@ def page_data(audit: Audit, *, excerpts: bool = True) -> dict[str, Any]:
     data["reasons"] = [reason.to_dict() for reason in reasons.numbers]
     data["excerpts"] = _excerpts(audit, list(reasons.numbers)) if excerpts else {}
     return data
+
+
+def tones_of(audit: Audit) -> dict[str, str]:
+    """The class of each lowering that the page shows, of those that were only tried as well."""
+    found = {name for row in audit.subgraphs for name in (row.lowering, row.planned)}
+    found |= {each.lowering for row in audit.subgraphs for each in (*row.attempts, *row.runs)}
+    found |= {each.lowering for graph in audit.graphs for part in graph.parts for each in part.declined}
+    found |= {attempt.lowering for graph in audit.graphs for attempt in graph.attempts}
+    return tones(found)
 
 
 def _graph(graph: GraphAudit, reasons: _Reasons) -> dict[str, Any]:

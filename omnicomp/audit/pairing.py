@@ -42,13 +42,15 @@ def _place(graph: GraphAudit) -> str:
 
 
 def paired_rows(left: Sequence[SubgraphAudit], right: Sequence[SubgraphAudit]) -> Pairs[SubgraphAudit]:
-    """The rows of two graphs that are one: those of equal identity, of equal operators, of the same place."""
+    """The rows of two graphs that are one: of equal identity, of equal operators, or of the same place."""
     return _paired(
         left,
         right,
         (
             lambda row: row.identity,
             lambda row: operators_of(row.identity),
+            # A part that is cut otherwise has several at one place: what stayed on its lowering did not move.
+            lambda row: (row.identity.rpartition("/")[0], bool(row.parent), row.lowering),
             lambda row: (row.identity.rpartition("/")[0], bool(row.parent)),
         ),
     )

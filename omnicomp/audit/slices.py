@@ -6,6 +6,7 @@ their order, up to the moment of the record.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -115,9 +116,9 @@ def lanes(audit: Audit) -> tuple[Lane, ...]:
 
 def _compilations(graph: GraphAudit) -> Iterator[Slice]:
     """What was compiled of a graph in one go: all until autograd is through, then parts that are built later."""
-    stages = [stage for stage in graph.stages if stage.time > 0]
+    stages = [stage for stage in graph.stages if _drawable(stage.time, stage.seconds)]
     first = min((stage.time for stage in stages if stage.stage == "autograd"), default=0.0)
-    passes = [run for run in graph.passes if run.time > 0 and run.applied]
+    passes = [run for run in graph.passes if run.applied and _drawable(run.time, run.seconds)]
     now = [
         Slice(
             name=run.name,
@@ -137,6 +138,11 @@ def _compilations(graph: GraphAudit) -> Iterator[Slice]:
         yield _around(name, graph, now)
     for each in later:
         yield _around(f"{graph.id} {each.name}", graph, [each])
+
+
+def _drawable(time: float, seconds: float = 0.0) -> bool:
+    """Whether something has a place on a time line; what was not written by a recorder may have none."""
+    return math.isfinite(time) and time > 0 and math.isfinite(seconds) and seconds >= 0
 
 
 def _around(name: str, graph: GraphAudit, inside: list[Slice]) -> Slice:
@@ -180,7 +186,10 @@ def _attempts(graph: GraphAudit, part: str) -> Iterator[Slice]:
         for attempt in row.attempts
     ]
     tried += [(None, attempt) for attempt in graph.attempts if attempt.part == part]
-    timed = sorted(((a.time, row, a) for row, a in tried if a.time > 0 and a.seconds > 0), key=lambda item: item[0])
+    timed = sorted(
+        ((a.time, row, a) for row, a in tried if a.seconds > 0 and _drawable(a.time, a.seconds)),
+        key=lambda item: item[0],
+    )
     found: list[Slice] = []
     ceiling = float("inf")
     for time, row, attempt in reversed(timed):
@@ -229,7 +238,7 @@ def _clamped(found: Slice, start: float, end: float) -> Slice:
 
 def moments(audit: Audit) -> tuple[Moment, ...]:
     """What happened at one time each, in order: first calls, retreats, verdicts of caches, outcomes of checks."""
-    found = [moment for graph in audit.graphs for moment in _moments(graph) if moment.time > 0]
+    found = [moment for graph in audit.graphs for moment in _moments(graph) if _drawable(moment.time)]
     return tuple(sorted(found, key=lambda moment: (moment.time, moment.graph, moment.name)))
 
 

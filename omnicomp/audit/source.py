@@ -1,17 +1,19 @@
 """Files that a report is made from: a timeline, or a report that was written before."""
 
+import codecs
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final
 
 from omnicomp.audit.builder import fold
 from omnicomp.audit.jsonform import from_json, to_dict
 from omnicomp.audit.model import Audit
-from omnicomp.errors import ReportError
+from omnicomp.errors import TimelineError
 from omnicomp.timeline import Boundary, Capture, Event
 from omnicomp.timeline.files import TimelineReader
 
@@ -31,9 +33,9 @@ class Events:
         torn: lines that were skipped so far, because a process was killed in them.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        """Name the file; it is opened when it is read."""
-        self._reader = TimelineReader(Path(path))
+    def __init__(self, path: str | PathLike[str], opened: BinaryIO | None = None) -> None:
+        """Name the file; it is opened when it is read, unless it was already."""
+        self._reader = TimelineReader(Path(path), opened)
 
     @property
     def torn(self) -> int:
@@ -72,31 +74,54 @@ def read(path: str | PathLike[str]) -> Iterator[Event]:
 def load(path: str | PathLike[str]) -> Audit:
     """The report of a file: of a JSON Lines timeline, or the one that `Audit.to_json` wrote.
 
-    A timeline is read event by event, and none is held on to.
+    A timeline is read event by event, and none is held on to. The file may be a pipe, such as `/dev/stdin`.
 
     Raises:
         TimelineError: the file is missing or unreadable, or looks like a timeline and is none.
         ReportError: the file looks like a report and is none, or is one of a newer version.
     """
     file = Path(path)
-    if not _is_report(file):
-        events = Events(file)
-        found = fold(events)
-        return dataclasses.replace(found, skipped=events.torn)
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ReportError(f"{file} can't be read ({error.strerror}); give the path of a report") from None
+        opened = file.open("rb")
+    except (OSError, ValueError):
+        return _of_events(Events(file))  # which says what is wrong
+    with opened:
+        try:
+            beginning = opened.read(_BEGINNING)
+            if not _is_report(beginning):
+                # What can be read once only, as a pipe, goes on from there.
+                again = None if opened.seekable() else io.BufferedReader(_Rejoined(beginning, opened))
+                return _of_events(Events(file, again))
+            text = (beginning + opened.read()).decode("utf-8-sig", "replace")
+        except OSError as error:
+            raise TimelineError(f"{file} can't be read ({error.strerror}); give a timeline or a report") from None
     return from_json(text, str(file))
 
 
-def _is_report(file: Path) -> bool:
-    """Whether a file is one JSON object that is no event, by its beginning; what can't be read is no report."""
-    try:
-        with file.open("rb") as stream:
-            beginning = stream.read(_BEGINNING).lstrip()
-    except (OSError, ValueError):
-        return False
+def _of_events(events: Events) -> Audit:
+    found = fold(events)
+    return dataclasses.replace(found, skipped=events.torn)
+
+
+class _Rejoined(io.RawIOBase):
+    """A stream of which the beginning was read already, from its beginning."""
+
+    def __init__(self, beginning: bytes, rest: io.BufferedReader) -> None:
+        self._beginning, self._rest = beginning, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        piece = self._beginning[: len(buffer)] or self._rest.read1(len(buffer))
+        self._beginning = self._beginning[len(piece) :]
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def _is_report(beginning: bytes) -> bool:
+    """Whether a file is one JSON object that is no event, by its beginning."""
+    beginning = beginning.removeprefix(codecs.BOM_UTF8).lstrip()
     try:
         data = json.loads(beginning.partition(b"\n")[0])
     except (ValueError, RecursionError):

@@ -59,7 +59,7 @@ def _lowering(row: SubgraphAudit) -> Text:
     if row.ran is None:
         cell = _text("not called yet", "dim")
     else:
-        cell = _text(row.ran, _STYLES.get(row.ran, ""))
+        cell = _text(row.ran, _STYLES.get(row.ran, "magenta"))
     state = rows.status(row)
     if state:
         cell.append(f"\n{state}", "bold red" if row.mismatch else "dim")

@@ -6,6 +6,7 @@ the time line knows in which order things were compiled, not which of Python's t
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -41,7 +42,16 @@ def to_trace(audit: Audit) -> str:
         "otherData": {"summary": one_line(audit.summary()), "time_zero_s": zero, **audit.environment.versions},
         "traceEvents": events,
     }
-    return json.dumps(data, ensure_ascii=True, indent=1) + "\n"
+    return json.dumps(_written(data), ensure_ascii=True, indent=1, allow_nan=False) + "\n"
+
+
+def _written(value: Any) -> Any:
+    """The same without numbers that JSON does not know, which a report has where something could not be measured."""
+    if isinstance(value, dict):
+        return {key: _written(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_written(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(processes: set[Process]) -> dict[Process, int]:
@@ -58,6 +68,8 @@ def _metadata(rows: tuple[Lane, ...], numbers: dict[Process, int]) -> Iterator[d
         yield _meta("process_name", number, _MOMENTS, name=f"omnicomp rank {rank}, process {pid or 'unknown'}")
         yield _meta("process_sort_index", number, _MOMENTS, sort_index=order)
         yield _meta("thread_name", number, _MOMENTS, name="events")
+        # Below the others: moments of the same time are stacked, hundreds of them.
+        yield _meta("thread_sort_index", number, _MOMENTS, sort_index=len(rows) + 1)
     for lane in rows:
         number = numbers[lane.rank, lane.pid]
         yield _meta("thread_name", number, lane.number, name=f"compiling {lane.number}")

@@ -11,6 +11,7 @@ from omnicomp._torch.lookups import Lookup
 from omnicomp.cache_keys import KeyParts
 from omnicomp.devices import Device
 from omnicomp.options import Policy
+from omnicomp.places import Places
 from omnicomp.timeline import NodePlacement, Reason, Timeline
 
 __all__ = ["Executable", "Lowering", "LoweringContext", "Support"]
@@ -33,6 +34,7 @@ class LoweringContext:
         digest: hash of everything of omnicomp that changes generated code.
         modules: module paths of the Dynamo graph, for subgraphs that are a whole part.
         sources: `file:line` of the Dynamo graph, for the same.
+        places: of each node of the Dynamo graph behind the passes.
         sizes: what the graph's symbolic sizes were at compile time, by name.
         declined: blocks of the Dynamo graph that an override matched but was not put into.
         key: what of the graph's cache keys is known before a cache is asked.
@@ -50,6 +52,7 @@ class LoweringContext:
     digest: str = ""
     modules: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    places: Places = dataclasses.field(default_factory=Places)
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     declined: tuple[NodePlacement, ...] = ()
     key: KeyParts = dataclasses.field(default_factory=KeyParts)

@@ -11,6 +11,7 @@ subgraph is `g0.forward.0/softmax_topk`. Where a graph was compiled on an assump
 """
 
 import dataclasses
+import math
 import re
 from typing import Any, ClassVar, Final
 
@@ -473,6 +474,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from omnicomp.errors import TimelineError
 from omnicomp.timeline.events import Event
@@ -30,13 +30,15 @@ class TimelineReader:
     besides such lines is no timeline.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, opened: BinaryIO | None = None) -> None:
         """Name the file; it is opened when it is read.
 
         Args:
             path: of the file, or of a rotated one, which is read alone then.
+            opened: the same, where it was opened already and can't be a second time, as a pipe; it is read once.
         """
         self.path = Path(path)
+        self._opened = opened
         self.torn = 0
         """Lines that were skipped so far."""
         self._events = 0
@@ -53,7 +55,7 @@ class TimelineReader:
         self._first = ""
         rotated = Path(f"{self.path}{ROTATED}")
         for file in (rotated, self.path):
-            if file is self.path or file.is_file():
+            if file is self.path or (self._opened is None and file.is_file()):
                 yield from self._read(file)
         if self._first and not self._events:
             raise TimelineError(self._first)
@@ -63,7 +65,7 @@ class TimelineReader:
 
     def _read(self, file: Path) -> Iterator[tuple[dict[str, Any], Event]]:
         try:
-            with file.open("rb") as stream:
+            with file.open("rb") if self._opened is None else self._opened as stream:
                 number = 0
                 while line := stream.readline(_LONGEST):
                     number += 1

@@ -97,9 +97,13 @@ class Cleaner:
             found = {self.value(key): self._entry(key, item) for key, item in value.items()}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             found = self._dataclass(value)
-        elif isinstance(value, os.PathLike):
-            found = self.text(str(value))
-            found = value if found == str(value) else found
+        elif isinstance(value, (set, frozenset)):
+            found = type(value)(self.value(item) for item in found)
+        elif not isinstance(value, (int, float, complex)) and value is not None:
+            # What is not text becomes text where it is written.
+            told = str(value)
+            cleaned = self.text(told)
+            found = value if cleaned == told else cleaned
         return found
 
     def _entry(self, key: Any, item: Any) -> Any:

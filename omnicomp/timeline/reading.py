@@ -3,13 +3,16 @@
 import dataclasses
 import functools
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 from omnicomp.timeline.events import SCHEMA_VERSION, Event, NodePlacement
 from omnicomp.timeline.kinds import EVENT_TYPES
 from omnicomp.timeline.reasons import Reason
 
 __all__ = ["event_from_dict"]
+
+# What JSON has no number for is written as text.
+_NO_NUMBERS: Final = ("inf", "-inf", "nan")
 
 
 def _node_placement(data: dict[str, Any]) -> NodePlacement:
@@ -84,6 +87,8 @@ def event_from_dict(data: dict[str, Any]) -> Event | None:
             value = tuple(value)
         elif name == "reason" and type(value) is dict:
             value = Reason.from_dict(value)
+        elif float in field.kinds and value in _NO_NUMBERS:
+            value = float(value)
         _check(field, value)
         values[name] = value
     return cls(**values)

@@ -26,6 +26,7 @@ CODES: Final[dict[str, str]] = {
     "capture_failed": "autograd or a pre-autograd pass of the compiler raised on the whole graph",
     # calling
     "call_failed": "the executable raised in a call",
+    "forward_mode": "a call asked for a forward-mode derivative, which compiled code does not compute",
     "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
     "weights_changed": "a weight that was built into an executable has changed since",
     "engine_crashed": "the process that tried an engine on the subgraph died",

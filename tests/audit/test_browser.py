@@ -10,7 +10,7 @@ from omnicomp.audit import Audit, build
 from omnicomp.audit.html import to_html
 from omnicomp.testing.chromium import Page, chromium, find_chromium
 from omnicomp.testing.timelines import large_timeline
-from omnicomp.timeline import Capture, NodePlacement, Placement, Ran, Reason, Subgraph
+from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Ran, Reason, Subgraph
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="no Chromium is installed (Debian: apt install chromium)"
@@ -70,6 +70,27 @@ def test_every_view_opens(page: Page) -> None:
         assert page.run(SELECTED) == tab
         assert page.run("document.querySelector('#panel').textContent.length") > 20, tab
         assert page.errors == [], tab
+
+
+def test_an_engine_has_a_colour_of_its_own(browser: Page, tmp_path: Path) -> None:
+    events: list[Event] = []
+    for number, name in enumerate(("toy", "openvino", "inductor", "eager")):
+        where = {"graph": "g0", "part": "inference", "subgraph": f"g0.inference.{number}"}
+        events += [Subgraph(**where, lowering=name, nodes=1, flops_hint=1), Ran(**where, lowering=name)]
+    (tmp_path / "engines.html").write_text(to_html(build(events)), encoding="utf-8")
+    browser.resize(1300, 900)
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        browser.open(tmp_path / "engines.html")
+        pills = "[...document.querySelectorAll('.vrow .badge')].map(b => getComputedStyle(b).color)"
+        dots = "[...document.querySelectorAll('.chips .dot')].map(b => getComputedStyle(b).backgroundColor)"
+        dim = browser.run("getComputedStyle(document.querySelector('.vhead')).color")
+        found = browser.run(pills)
+        assert len(found) == 8
+        assert len(set(found)) == 4
+        assert dim not in found
+        assert set(browser.run(dots)) == set(found)
+    assert browser.errors == []
 
 
 def test_the_search_filters_and_the_address_holds_it(page: Page, file: Path) -> None:

@@ -154,6 +154,23 @@ def test_a_part_that_is_cut_otherwise_is_one_change(events: Events) -> None:
     )
 
 
+def test_what_stayed_where_it_was_did_not_move_when_its_neighbour_is_gone() -> None:
+    def run(*rows: tuple[str, str, str]) -> Events:
+        found: Events = [Capture(graph="g0", function="f", fingerprint="1-1")]
+        for number, (lowering, module, content) in enumerate(rows):
+            id = f"g0.inference.{number}"
+            plan = {"lowering": lowering, "nodes": 1, "module": module, "fingerprint": content}
+            found.append(Subgraph(graph="g0", part="inference", subgraph=id, **plan))
+            found.append(Ran(graph="g0", part="inference", subgraph=id, lowering=lowering))
+        return found
+
+    before = run(("inductor", "layers.1", "aa-1"), ("override", "layers.2", "bb-1"), ("inductor", "layers.2", "cc-1"))
+    after = run(("inductor", "layers.1", "aa-1"), ("inductor", "layers.2", "dd-1"))
+    assert kinds(diff(before, after)) == {"cut": 1}
+    moved = run(("inductor", "layers.1", "aa-1"), ("inductor", "layers.2", "bb-1"), ("inductor", "layers.2", "cc-1"))
+    assert kinds(diff(before, moved)) == {"moved": 1}
+
+
 def test_an_override_call_that_is_gone_is_named(events: Events) -> None:
     after = [event for event in events if not str(getattr(event, "subgraph", "")).endswith("/softmax_topk")]
     (change,) = diff(events, after).changes

@@ -1,9 +1,11 @@
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from omnicomp.audit import audit
+from omnicomp.audit import Audit, audit
 from omnicomp.errors import TimelineError
 from omnicomp.timeline import Capture, Event, JsonLinesSink, Ran, Subgraph, Timeline
 
@@ -80,6 +82,39 @@ def test_a_corrupt_file_is_one_sentence(tmp_path: Path, line: str) -> None:
     with pytest.raises(TimelineError, match=r"line 1 .*give a file that") as caught:
         audit(tmp_path / "t.jsonl")
     assert "\n" not in str(caught.value)
+
+
+def stable(audit_: Audit) -> str:
+    return json.dumps(audit_.stable())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("form", ["timeline", "report"])
+@pytest.mark.parametrize("piece", [100, 2**20])
+def test_a_pipe_is_read_from_its_beginning(tmp_path: Path, events: list[Event], form: str, piece: int) -> None:
+    write(tmp_path / "t.jsonl", events)
+    expected = audit(tmp_path / "t.jsonl")
+    text = expected.to_json() if form == "report" else (tmp_path / "t.jsonl").read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def fill() -> None:
+        with pipe.open("wb", buffering=0) as stream:
+            content = text.encode()
+            for start in range(0, len(content), piece):
+                stream.write(content[start : start + piece])
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    found = audit(pipe)
+    thread.join()
+    assert found.graphs
+    assert stable(found) == stable(expected)
+
+
+def test_a_report_that_an_editor_gave_a_byte_order_mark_is_a_report(tmp_path: Path, events: list[Event]) -> None:
+    (tmp_path / "r.json").write_text(audit(events).to_json(), encoding="utf-8-sig")
+    assert stable(audit(tmp_path / "r.json")) == stable(audit(events))
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from omnicomp.audit.jsonform import from_json
 from omnicomp.audit.slices import Slice, lanes
 from omnicomp.audit.trace import to_trace
 from omnicomp.testing.timelines import large_timeline
-from omnicomp.timeline import Attempt, Capture, Event, PassRun, Ran, Stage, Subgraph
+from omnicomp.timeline import Attempt, Candidate, Capture, Event, PassRun, Ran, Stage, Subgraph
 
 
 def compiled(graph: str, start: float, *, pid: int = 7) -> list[Event]:
@@ -144,6 +145,20 @@ def test_a_slice_never_reaches_beyond_the_one_around_it() -> None:
 def test_a_report_read_from_json_gives_the_same_trace() -> None:
     found = build(large_timeline(40, graphs=2))
     assert to_trace(from_json(found.to_json(), "r.json")) == to_trace(found)
+
+
+def test_numbers_that_json_does_not_know_are_none_of_it() -> None:
+    strange = [
+        Capture(graph="g0"),
+        PassRun(graph="g0", name="endless", seconds=math.inf, time=10.0),
+        PassRun(graph="g0", name="never", seconds=0.1, time=math.inf),
+        PassRun(graph="g0", name="fine", seconds=0.1, time=10.0),
+        Candidate(graph="g0", candidate="c", seconds=math.nan, time=10.0),
+    ]
+    text = to_trace(build(strange))
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert {e["name"] for e in json.loads(text)["traceEvents"] if e["ph"] == "X"} == {"fine", "g0"}
 
 
 def test_without_times_there_is_nothing_to_draw(events: list[Event]) -> None:

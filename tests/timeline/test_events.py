@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,14 @@ def test_options_that_json_does_not_know_become_text() -> None:
         "a": "<class 'object'>",
         "b": [1, 2],
     }
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_numbers_that_json_does_not_know_are_text_and_come_back(number: float) -> None:
+    event = PassRun(graph="g0", name="p", seconds=number)
+    text = json.dumps(event.to_dict(), allow_nan=False)
+    assert repr(event_from_dict(json.loads(text))) == repr(event)
+    assert Capture(graph="g0", options={"a": [number]}).to_dict()["options"] == {"a": [str(number)]}
 
 
 def test_reasons_have_known_codes() -> None:

@@ -185,3 +185,18 @@ def test_a_removed_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("ANOTHER_TOKEN", "x" * 12)
     monkeypatch.setenv("OMNICOMP_PATHS", "relative")
     assert privacy.refresh().text(f"/m.py {'x' * 12}") == f"/m.py {HIDDEN}"
+
+
+class Opaque:
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.said})"
+
+
+def test_a_value_that_becomes_text_only_when_it_is_written_is_cleaned() -> None:
+    harmless = Opaque("nothing")
+    options = {"custom_pass": Opaque(SECRET), "other": harmless, "names": {SECRET}, "raw": SECRET.encode()}
+    found = Cleaner({"API_KEY": SECRET}).value(Capture(graph="g0", options=options)).options
+    assert found == {"custom_pass": f"Opaque({HIDDEN})", "other": harmless, "names": {HIDDEN}, "raw": f"b'{HIDDEN}'"}

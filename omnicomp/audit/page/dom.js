@@ -13,10 +13,8 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
-const KNOWN = new Set(["inductor", "override", "eager"]);
-
 function tone(lowering) {
-  return KNOWN.has(lowering) ? lowering : lowering ? "other" : "none";
+  return Object.hasOwn(DATA.tones, lowering) ? DATA.tones[lowering] : "none";
 }
 
 function badge(lowering) {

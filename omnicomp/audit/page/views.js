@@ -51,7 +51,7 @@ tableView({
       sort: (r) => r.index,
       cell: (r) => (r.parent ? ["↳ ", code(r.id.split("/").pop())] : code(r.id)),
     },
-    { title: "planned", width: "92px", sort: (r) => r.planned, cell: (r) => badge(r.planned) },
+    { title: "planned", width: "minmax(92px, .8fr)", sort: (r) => r.planned, cell: (r) => badge(r.planned) },
     {
       title: "ran",
       width: "minmax(92px, .8fr)",
