@@ -16,9 +16,10 @@ import math
 import os
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -44,6 +45,7 @@ _MEMO: Final = "calibration"
 _ALONE: Final = 32
 _GROUPS: Final = 48
 _KNOWN_AT_MOST: Final = 512
+_PLAIN: Final = (int, float, complex, str, bytes, type(None))
 _known: Final[dict[str, "Finding"]] = {}
 _lock = threading.Lock()
 
@@ -355,12 +357,30 @@ def _key(root: GraphModule, context: "PassContext") -> str:
     hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
     regions = [fingerprint(list(region.graph.nodes), names=True) for region in _regions(root)]
     sample = policy.dtype_sample
-    named = "" if sample is None else f"{sample.__module__}.{sample.__qualname__}"
+    named = "" if sample is None else f"{sample.__module__}.{sample.__qualname__} {_code(sample)}"
     parts = (
         *(regions, repr(policy.dtype_policy), repr(policy.dtype_error), policy.reference, named),
         *(device, hardware, context.training, torch.__version__, package_digest()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
+
+
+def _code(sample: Any) -> str:
+    """What a function computes, as far as it can be told without calling it: two lambdas have one name."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            return (value.co_code, value.co_names, tuple(map(of, value.co_consts)))
+        if isinstance(value, tuple):
+            return tuple(map(of, value))
+        if isinstance(value, frozenset):  # in an order of the process's own
+            return tuple(sorted(map(repr, map(of, value))))
+        return value if isinstance(value, _PLAIN) else type(value).__name__  # a repr may have an address in it
+
+    function = getattr(sample, "__func__", sample)  # of a method
+    closure: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
+    cells = tuple(cell.cell_contents for cell in closure if cell != types.CellType())
+    return repr(of((getattr(function, "__code__", None), getattr(function, "__defaults__", None), cells)))
 
 
 def _look_up(key: str, context: "PassContext") -> tuple[Finding | None, str]:

@@ -1,7 +1,7 @@
 """The declared dtype policy: in which dtype what is computed, by operator, by module and by node."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -39,7 +39,7 @@ class DtypePolicy:
 
     compute: torch.dtype | None = None
     accumulate: torch.dtype = torch.float32
-    keep: tuple[str, ...] = ()
+    keep: Sequence[str] = ()
     ops: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict[str, torch.dtype])
     modules: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict[str, torch.dtype])
     matmul: str = "ieee"
@@ -54,27 +54,42 @@ class DtypePolicy:
         Raises:
             OptionError: a field has a wrong value; the message names it.
         """
+        known = "torch.bfloat16, torch.float16, torch.float32"
         if self.compute not in (None, *COMPUTE):
-            raise OptionError(f"dtype_policy: compute can't be {self.compute}; choose bfloat16, float16 or None")
+            raise OptionError(f"dtype_policy: compute can't be {self.compute!r}; choose {known} or None")
         if self.accumulate not in (torch.float32, torch.float64):
-            raise OptionError(f"dtype_policy: accumulate can't be {self.accumulate}; choose float32 or float64")
-        for field, known in (
+            raise OptionError(
+                f"dtype_policy: accumulate can't be {self.accumulate!r}; choose torch.float32 or torch.float64"
+            )
+        for field, values in (
             ("matmul", ("ieee", "tf32")),
             ("weights", ("once", "call")),
             ("fp8", (None, "tensor", "row")),
         ):
-            if getattr(self, field) not in known:
-                raise OptionError(f"dtype_policy: {field} can't be {getattr(self, field)!r}; choose one of {known}")
+            if getattr(self, field) not in values:
+                raise OptionError(f"dtype_policy: {field} can't be {getattr(self, field)!r}; choose one of {values}")
+        for field, kind, words in (("auto", bool, "True or False"), ("name", str, "a string")):
+            if not isinstance(getattr(self, field), kind):
+                raise OptionError(f"dtype_policy: {field} takes {words}, not {getattr(self, field)!r}")
+        if self.auto and self.compute is not None:
+            raise OptionError(
+                f"dtype_policy: auto leaves compute to the device, and compute is {self.compute}; leave one of them out"
+            )
+        if self.fp8 is not None and self.compute is None and not self.auto:
+            raise OptionError("dtype_policy: fp8 needs compute=torch.bfloat16, or auto, for what is not done in float8")
         keep: Any = self.keep
-        if isinstance(keep, str) or not all(isinstance(item, str) for item in keep):
+        if not isinstance(keep, (list, tuple, set, frozenset)) or not all(isinstance(item, str) for item in keep):
             raise OptionError(f"dtype_policy: keep takes a list of selectors, not {self.keep!r}")
-        object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "keep", tuple(sorted(keep) if isinstance(keep, (set, frozenset)) else keep))
         for field in ("ops", "modules"):
-            for selector, dtype in getattr(self, field).items():
+            rules: Any = getattr(self, field)
+            if not isinstance(rules, Mapping):
+                raise OptionError(f"dtype_policy: {field} takes a mapping of selectors to dtypes, not {rules!r}")
+            for selector, dtype in rules.items():
                 if not isinstance(selector, str) or dtype not in COMPUTE:
-                    raise OptionError(
-                        f"dtype_policy: {field} can't have {selector!r}: {dtype}; choose bfloat16, float16 or float32"
-                    )
+                    raise OptionError(f"dtype_policy: {field} can't have {selector!r}: {dtype!r}; choose {known}")
+            # A copy: graphs are known by the policy, which must not change with what the caller holds.
+            object.__setattr__(self, field, dict(rules))
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults, in order: the same for equal policies, in every process."""
@@ -146,7 +161,8 @@ def parse_dtype_policy(value: Any) -> DtypePolicy:
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]
     if not isinstance(value, Mapping):
-        text = value if isinstance(value, str) else _SHORT.get(value, "") if isinstance(value, torch.dtype) else ""
+        preset = PRESET_OF.get(value, "") if isinstance(value, torch.dtype) else ""
+        text = value.lower() if isinstance(value, str) else preset
         hint = nearest(text, PRESETS) or f"; known ones are {', '.join(PRESETS)}, and a DtypePolicy or its fields"
         raise OptionError(f"dtype_policy can't be {value!r}{hint}")
     given = {str(key): item for key, item in value.items()}

@@ -1,8 +1,8 @@
 """How fast this machine multiplies in a low-precision dtype, measured once and kept.
 
 An instruction set says what a processor may be fast in, not whether the libraries that torch calls make use of it. So
-one product is timed in float32 and in the dtype, by turns, for some milliseconds; the medians are kept in the process,
-and on disk next to omnicomp's other caches.
+one product is timed in float32 and in the dtype, by turns, for some milliseconds; the shortest times are kept in the
+process, and on disk next to omnicomp's other caches. What else the machine does only adds to a time.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import platform
-import statistics
 import threading
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from omnicomp.kept import folder, write_whole
 __all__ = ["SIZE", "Speed", "forget", "measured"]
 
 SIZE: Final = 256
-_ROUNDS: Final = (3, 25)
+_ROUNDS: Final = (5, 25)
 _SECONDS: Final = 0.05
 _lock = threading.Lock()
 _known: Final[dict[str, "Speed"]] = {}
@@ -38,8 +37,8 @@ class Speed:
 
     Attributes:
         dtype: the low-precision dtype, without `torch.`.
-        wide_ms: median time in float32.
-        low_ms: median time in the dtype.
+        wide_ms: shortest time in float32.
+        low_ms: shortest time in the dtype.
         threads: how many threads torch had.
     """
 
@@ -96,7 +95,7 @@ def _measure(dtype: torch.dtype, key: str) -> Speed:
                 start = time.perf_counter()
                 torch.mm(operands[kind], operands[kind])
                 times[kind].append(time.perf_counter() - start)
-    wide, low = (statistics.median(values) * 1e3 for values in times.values())
+    wide, low = (min(values) * 1e3 for values in times.values())
     speed = Speed(dtype=short(dtype), wide_ms=wide, low_ms=low, threads=torch.get_num_threads())
     # A folder that can't be written costs another measurement in the next process, and nothing else.
     with contextlib.suppress(OSError):

@@ -141,6 +141,9 @@ class Runs:
             except RuntimeError:
                 # Some of torch's functions want operands of one dtype before they call any operator.
                 self._true = self._run(copy_for_trial(self._root), self._dtype, parameters=True)
+            if not any(bool(value.isfinite().any()) for value in self._true):
+                # Nothing would differ from it, whatever is lowered.
+                raise TrialError("its outputs have no finite floating-point number to compare")
         return self._true
 
     def _run(self, module: GraphModule, dtype: torch.dtype | None, *, parameters: bool = False) -> list[torch.Tensor]:

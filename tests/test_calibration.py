@@ -312,6 +312,21 @@ def test_a_sample_takes_the_place_of_the_inputs() -> None:
     assert not only(events, Rewrite)
 
 
+def test_another_sample_is_measured_anew() -> None:
+    def times(factor):
+        return lambda names, inputs: [v * factor if v.shape == (8, 32) else v for v in inputs]
+
+    model, x = nn.Linear(32, 32, bias=False), torch.randn(8, 32)
+
+    def state(sample) -> str:
+        _, events = run(model, x, dtype_error=1e-1, dtype_sample=sample)
+        return only(events, Calibration)[0].state
+
+    assert [state(times(1.0)), state(times(1.0)), state(times(2.0))] == ["measured", "known", "measured"]
+    assert state(lambda names, inputs: [v + 0 for v in inputs]) == "measured"
+    assert state(lambda names, inputs: [v + 1 for v in inputs]) == "measured"
+
+
 def _search(harm: dict[int, float], count: int, bound: float):
     sites = {(0, f"n{i}"): "bfloat16" for i in range(count)}
     runs = 0

@@ -1,6 +1,7 @@
 """The declared policy: what it may say, how it is written, and the sentences that answer a mistake."""
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -68,8 +69,8 @@ def test_what_changes_a_graph() -> None:
         (16, ["16", "known ones are keep, auto, bf16"]),
         ({"comput": "bf16"}, ["comput", 'did you mean "compute"']),
         ({"compute": "bfloat61"}, ["bfloat61", 'did you mean "bfloat16"']),
-        ({"compute": "int8"}, ["int8", "bfloat16, float16 or None"]),
-        ({"accumulate": "bf16"}, ["accumulate", "float32 or float64"]),
+        ({"compute": "int8"}, ["int8", "torch.float32 or None"]),
+        ({"accumulate": "bf16"}, ["accumulate", "torch.float32 or torch.float64"]),
         ({"matmul": "tf23"}, ["matmul", "tf32"]),
         ({"weights": "twice"}, ["weights", "once"]),
         ({"fp8": "block"}, ["fp8", "tensor"]),
@@ -78,6 +79,13 @@ def test_what_changes_a_graph() -> None:
         ({"ops": {"linear": "float64"}}, ["linear", "float64"]),
         ({"modules": {"head": "int8"}}, ["head", "int8"]),
         ({"preset": "bf61"}, ["'bf61'", 'did you mean "bf16"']),
+        ("BF16", ["'BF16'", 'did you mean "bf16"']),
+        (torch.float64, ["torch.float64", "known ones are keep"]),
+        ({"keep": None}, ["keep", "list of selectors", "None"]),
+        ({"keep": 3}, ["keep", "list of selectors", "3"]),
+        ({"auto": "false"}, ["auto", "True or False", "'false'"]),
+        ({"preset": "auto", "compute": "fp16"}, ["auto leaves compute to the device", "float16"]),
+        ({"fp8": "row"}, ["fp8 needs compute=torch.bfloat16"]),
     ],
 )
 def test_a_mistake_is_answered_by_one_sentence(value: Any, words: list[str]) -> None:
@@ -88,6 +96,33 @@ def test_a_mistake_is_answered_by_one_sentence(value: Any, words: list[str]) -> 
     assert "dtype_policy" in text
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"compute": "bf16"}, "can't be 'bf16'; choose torch.bfloat16"),
+        ({"ops": None}, "ops takes a mapping"),
+        ({"modules": [1]}, "modules takes a mapping"),
+        ({"ops": {"linear": "bf16"}}, "'linear': 'bf16'"),
+        ({"keep": 3}, "keep takes a list"),
+        ({"name": []}, "name takes a string"),
+    ],
+)
+def test_so_is_one_in_an_object(fields: Any, word: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(word)):
+        DtypePolicy(**fields)
+
+
+def test_a_policy_stays_what_it_was_made_as() -> None:
+    rules = {"linear": torch.bfloat16}
+    policy = DtypePolicy(ops=rules)
+    before = hash(policy)
+    rules["softmax"] = torch.float16
+    assert hash(policy) == before
+    assert dict(policy.ops) == {"linear": torch.bfloat16}
+    # The order of a set differs from process to process, and the policy is part of keys on disk.
+    assert DtypePolicy(keep={"b", "a", "c"}).keep == ("a", "b", "c")  # type: ignore[arg-type]
 
 
 def test_torch_compile_takes_an_object_and_the_timeline_shows_it() -> None:

@@ -42,6 +42,22 @@ def test_overflow_is_an_infinite_error() -> None:
     assert 0 <= event.after < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: x @ x, torch.full((8, 8), float("nan"))),
+        (lambda x: x @ x, torch.empty(0, 0)),
+        (lambda x: (x @ x).argmax(-1), torch.eye(8)),
+    ],
+    ids=["nan", "empty", "integers"],
+)
+def test_outputs_that_show_no_error_are_refused(function, x) -> None:
+    event = calibrated(function, x)
+    assert (event.state, event.kept) == ("refused", 1)
+    assert event.reason is not None
+    assert "no finite floating-point number" in event.reason.sentence
+
+
 def test_a_write_to_shared_memory_is_refused() -> None:
     base = torch.randn(8, 8)
     before = base.clone()

@@ -25,7 +25,7 @@ from omnicomp.graphs import op_name
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.analysis import exactness, is_floating_work, is_plain_call, wide_cast
 from omnicomp.passes.dtypes.fp8 import FLOAT8, in_fp8
-from omnicomp.passes.dtypes.operators import BUNDLES, is_optimizer, kind
+from omnicomp.passes.dtypes.operators import BUNDLES, FLOAT32_AT_LEAST, is_optimizer, kind
 from omnicomp.passes.dtypes.resolve import NAME, resolve, unsupported, warn_if_slow
 from omnicomp.passes.dtypes.rewrite import Compute, Rewriting
 from omnicomp.passes.dtypes.rules import Decision, decide, floating_dtypes
@@ -143,6 +143,8 @@ def _obstacle(node: Node, decision: Decision, context: PassContext) -> Reason | 
         return missing
     if (decision.forced or decision.rule != "compute") and not is_plain_call(node):
         return _NOT_PLAIN
+    if torch.finfo(decision.dtype).bits < 32 and kind(node) in FLOAT32_AT_LEAST:
+        return _NO_KERNEL
     if not decision.forced:
         if kind(node) in BUNDLES and decision.rule == "compute":
             return _BUNDLE
@@ -191,6 +193,14 @@ _NOT_PLAIN: Final = Reason(
     sentence="the operator writes to an operand, gives a view of it, or has a dtype in its call, and stays as it is",
     by=NAME,
     needed="an operator that makes new tensors, in the dtype of its operands",
+    lever="leave the operator out of the policy's rules",
+)
+
+_NO_KERNEL: Final = Reason(
+    code="unsupported_op",
+    sentence="torch has no kernel of the operator in half precision, and it stays as it is",
+    by=NAME,
+    needed="an operator that torch computes in half precision",
     lever="leave the operator out of the policy's rules",
 )
 

@@ -18,6 +18,7 @@ __all__ = [
     "BUNDLES",
     "CLASSES",
     "EXACT",
+    "FLOAT32_AT_LEAST",
     "VIEWS",
     "is_cast",
     "is_optimizer",
@@ -52,6 +53,17 @@ _MOVES: Final = (EXACT - frozenset(("relu", "neg", "dropout"))) | frozenset(
     "embedding stack cat concat concatenate hstack vstack pad masked_select where masked_fill setitem copy_ zeros_like "
     "ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full bernoulli multinomial "
     "to float half bfloat16 double type type_as cpu cuda numpy item tolist".split()
+)
+
+# What torch has no kernel for in half precision on any device, by the dtypes that torch's own tests try (`op_db`).
+FLOAT32_AT_LEAST: Final = frozenset(
+    "cdist pdist ctc_loss quantile nanquantile histogram histogramdd stft svd_lowrank pca_lowrank pinverse logdet "
+    "cholesky cholesky_ex cholesky_inverse cholesky_solve cond det slogdet eig eigh eigvals eigvalsh geqrf ormqr "
+    "householder_product inv inverse inv_ex ldl_factor ldl_factor_ex ldl_solve lstsq lu lu_factor lu_factor_ex "
+    "lu_solve lu_unpack matrix_power matrix_rank pinv qr solve solve_ex solve_triangular triangular_solve svd svdvals "
+    "tensorinv tensorsolve vander airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 "
+    "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 "
+    "spherical_bessel_j0 erfcx log_ndtr ndtri zeta".split()
 )
 
 CLASSES: Final[dict[str, frozenset[str]]] = {

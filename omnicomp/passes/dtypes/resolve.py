@@ -56,7 +56,7 @@ def resolve(policy: DtypePolicy, device: Device, *, training: bool) -> tuple[Dty
         else "a device that is fast in bfloat16",
         lever='choose dtype_policy="bf16" to have it nevertheless',
     )
-    return dataclasses.replace(policy, auto=False, compute=None), reason
+    return dataclasses.replace(policy, auto=False, compute=None, fp8=None), reason
 
 
 def slowness(dtype: torch.dtype, device: Device) -> str:

@@ -209,8 +209,9 @@ def _read(node: Node) -> _Cast | None:
 
 def _is_view(node: Node, operand: Node) -> bool:
     """Whether a node gives nothing but tensors in the memory of its operand, in the dtype that this has."""
-    if not node.op.startswith("call_"):
-        return False
+    leaves = tree_leaves((node.args, dict(node.kwargs)))
+    if not node.op.startswith("call_") or (any(isinstance(v, torch.dtype) for v in leaves) and not is_cast(node)):
+        return False  # view(dtype) reads other bits of the copy
     results = [leaf for leaf in tree_leaves(fake_value(node)) if isinstance(leaf, torch.Tensor)]
     operands = [leaf for leaf in tree_leaves(fake_value(operand)) if isinstance(leaf, torch.Tensor)]
     keys = {storage_key(value) for value in operands}
@@ -242,7 +243,7 @@ def _exchange(parameter: Node, dtype: torch.dtype, casts: Sequence[_Cast]) -> No
             cast.node.replace_all_uses_with(result)
     # Views come before what is made of them in both.
     old = dict.fromkeys(node for cast in casts for node in (*cast.views, cast.node))
-    for node in (*reversed(old), *reversed(made.values())):
+    for node in (*reversed(old), *reversed(dict.fromkeys(made.values()))):
         if not node.users and node is not copy:
             graph.erase_node(node)
     if not copy.users:
@@ -268,7 +269,9 @@ def _views_of(cast: _Cast, parameter: Node, made: dict[Node, Node]) -> Node:
     """The views between a parameter and its cast, of the copy; `made` has the copies of nodes that there are."""
     before = made[parameter]
     for view in cast.views:
-        if view not in made:
+        if is_cast(view):  # to the dtype that the parameter has, which the copy must not be cast to
+            made[view] = before
+        elif view not in made:
             target: Any = getattr(torch.Tensor, str(view.target)) if view.op == "call_method" else view.target
             args = (before, *view.args[1:])
             with torch.inference_mode(False), torch.no_grad():

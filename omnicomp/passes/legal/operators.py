@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from omnicomp.passes.attention.nodes import kind
 
-__all__ = ["CASTS", "FILLS", "MOVES", "STATISTICS", "TAKES_DTYPE", "WANTS_INT64", "writes_to"]
+__all__ = ["CASTS", "FILLS", "MAKES_INT64", "MOVES", "STATISTICS", "TAKES_DTYPE", "WANTS_INT64", "moves", "writes_to"]
 
 MOVES: Final = frozenset(
     "view reshape transpose permute t T mT swapaxes swapdims movedim moveaxis expand expand_as unsqueeze squeeze "
@@ -50,16 +50,25 @@ TAKES_DTYPE: Final = FILLS | frozenset(
 
 WANTS_INT64: Final = frozenset(
     "take put put_ take_along_dim cross_entropy nll_loss index_copy index_copy_ index_fill index_fill_ gather "
-    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ ctc_loss multi_margin_loss".split()
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ ctc_loss multi_margin_loss "
+    "linear_cross_entropy max_unpool1d max_unpool2d max_unpool3d max_pool2d_with_indices_backward".split()
 )
 """Operators that refuse indices in another dtype than int64, in some release of torch."""
 
 STATISTICS: Final[dict[str, tuple[int, int]]] = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 """Operators that write to arguments without saying so in their name: running statistics."""
 
+MAKES_INT64: Final = frozenset("nonzero argwhere bincount".split())
+"""Operators whose result has a size that depends on data, and is of int64 whatever they read."""
+
 _OPERATORS: Final = frozenset(
     "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul setitem".split()
 )
+
+
+def moves(node: Node) -> bool:
+    """Whether an operator copies or views one tensor; the unfold of images, im2col, has kernels by dtype."""
+    return kind(node) in MOVES and node.target is not torch.nn.functional.unfold
 
 
 def writes_to(node: Node) -> Node | None:
@@ -68,7 +77,9 @@ def writes_to(node: Node) -> Node | None:
     if isinstance(out, Node):
         return out
     name = kind(node)
-    in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    # Python calls its own `&` and `|` and_ and or_.
+    named = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
+    in_place = name in _OPERATORS or named
     if not (in_place or node.kwargs.get("inplace") is True):
         return None
     target: Any = node.args[0] if node.args else node.kwargs.get("input")

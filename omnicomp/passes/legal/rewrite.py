@@ -23,7 +23,16 @@ from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.decompose import DECOMPOSED
 from omnicomp.passes.legal.dtypes import INTEGERS, Legal, largest, real
 from omnicomp.passes.legal.fakes import CAST, MARK, dtypes, is_tensor, leaves, literals, storages
-from omnicomp.passes.legal.operators import CASTS, FILLS, MOVES, STATISTICS, TAKES_DTYPE, WANTS_INT64, writes_to
+from omnicomp.passes.legal.operators import (
+    CASTS,
+    FILLS,
+    MAKES_INT64,
+    STATISTICS,
+    TAKES_DTYPE,
+    WANTS_INT64,
+    moves,
+    writes_to,
+)
 from omnicomp.passes.legal.values import Values
 
 __all__ = ["Rewriting"]
@@ -92,8 +101,9 @@ class Rewriting(Values):
                 self.ranges.set(node, largest(target))  # where it came from was checked
             self.modified = True
         elif not self.written.isdisjoint(storages(node)):
+            users = [user for user in node.users if user.op != "output"]  # the cast, and its checks, are none of them
             cast = self.cast(node, self.nearest(node, fake.dtype), first)
-            node.replace_all_uses_with(cast, lambda user: user is not cast and user.op != "output")
+            node.replace_all_uses_with(cast, lambda user: user in users)
             self.follow(cast, node)
             self.entries[node] = cast
 
@@ -146,12 +156,12 @@ class Rewriting(Values):
         elif name == "getitem" and not is_tensor(node.args[0]):
             several: Any = node.args[0]
             node.meta = {**node.meta, "example_value": fake_value(several)[node.args[1]]}
-            if not self.legal.stores(fake_value(node).dtype):
+            if is_tensor(node) and not self.legal.stores(fake_value(node).dtype):
                 several.meta = {**several.meta, MARK: True}
             self._legal_result(node)
         elif name in CASTS:
             self._convert(node, name)
-        elif name in FILLS or (name in MOVES | {"getitem"} and not (name in _BITS and self._reads_bits(node))):
+        elif name in FILLS or ((moves(node) or name == "getitem") and not (name in _BITS and self._reads_bits(node))):
             self._evaluate(node, *self._arguments(node, store=not self.at_once(node)))
             self._legal_result(node)
         elif name in _BITS and self._reads_bits(node):
@@ -226,8 +236,11 @@ class Rewriting(Values):
             if held and value in held:
                 return held[value]
             now, before = dtypes(value), self.expected[value]
-            if wide_indices and before is torch.int64 and now in INTEGERS and now is not torch.int64:
-                cast = self.insert(node, CAST, (value, torch.int64))
+            if MARK in value.meta:
+                return value  # put in by an earlier run of the pass
+            if wide_indices and before is torch.int64 and now in INTEGERS and not self.legal.stores(torch.int64):
+                narrow = self.cast(value, self.nearest(value, now), node) if now is torch.int64 else value
+                cast = self.insert(node, CAST, (narrow, torch.int64))
                 cast.meta[MARK] = True
                 return cast
             if not isinstance(now, torch.dtype):
@@ -250,8 +263,11 @@ class Rewriting(Values):
     def _number(self, node: Node, value: float) -> float:
         """A number, as it rounds to the dtype that takes the place of the node's."""
         source = dtypes(node)
-        if not isinstance(source, torch.dtype) or not source.is_floating_point or self.legal.computes(source):
+        if not isinstance(source, torch.dtype) or self.legal.computes(source):
             return value
+        if not source.is_floating_point:
+            # The ends and the step of a range of int64 are truncated first; of other integers the elements are.
+            return int(value) if kind(node) == "arange" and source is torch.int64 else value
         target = self.nearest(node, source)
         if math.isfinite(value) and abs(value) > largest(target):
             self.decisions.may_lose(node, source, target, f"the number {value} becomes infinite")
@@ -295,6 +311,8 @@ class Rewriting(Values):
 
     def _follow_operand(self, node: Node, args: Any, old: Any) -> Any:
         """The value of an operator whose shape depends on data, and can't be had twice: the dtype is the operand's."""
+        if kind(node) in MAKES_INT64:
+            return old
         operand: Any = args[0] if args else None
         first: Any = node.args[0] if node.args else None
         before, now = self.expected.get(first), dtypes(operand)

@@ -14,7 +14,7 @@ from omnicomp.options import Policy
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.fakes import CAST, MARK, leaves
-from omnicomp.passes.legal.operators import CASTS, FILLS, MOVES
+from omnicomp.passes.legal.operators import CASTS, FILLS, moves
 
 __all__ = ["in_transform", "lacking", "missing", "without_missing_autocast"]
 
@@ -48,8 +48,8 @@ def lacking(node: Node, legal: Legal) -> bool:
     if node.target is ENTER and node.args[2]:
         dtype: Any = node.args[1] or torch.get_autocast_dtype(str(node.args[0]))
         return not legal.computes(dtype)
-    moves = kind(node) in MOVES or kind(node) in FILLS or kind(node) in CASTS or kind(node) == "getitem"
-    known = legal.stores if moves else legal.computes
+    stored = moves(node) or kind(node) in FILLS or kind(node) in CASTS or kind(node) == "getitem"
+    known = legal.stores if stored else legal.computes
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         known = legal.stores
     operands = [leaf for operand in node.all_input_nodes if MARK not in operand.meta for leaf in leaves(operand)]

@@ -88,3 +88,22 @@ def test_what_the_user_casts_up_stays_in_float32(cast):
     backend = check(lambda x, w: cast(x) @ w, rand(4, 8).bfloat16(), rand(8, 8))
     assert not backend.modified
     assert [m.reason.code for m in backend.of(NearMiss)] == ["option_ineffective"]
+
+
+WIDE = {
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.t() + torch.eye(4)),
+    "inv": lambda x: torch.linalg.inv(x @ x.t() + torch.eye(4)),
+    "svdvals": lambda x: torch.linalg.svdvals(x @ x),
+    "cdist": lambda x: torch.cdist(x @ x, x),
+    "quantile": lambda x: torch.quantile(x @ x, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_what_has_no_kernel_in_half_precision_stays(name):
+    fn, backend = compiled(WIDE[name], policy={"ops": {"*": torch.bfloat16}})
+    x = rand(4, 4)
+    torch.testing.assert_close(fn(x), WIDE[name](x), rtol=0.1, atol=0.1)
+    (miss,) = backend.of(NearMiss)
+    assert (miss.reason.code, "no kernel" in miss.reason.sentence) == ("unsupported_op", True)
+    assert backend.of(Rewrite), "the product before it is lowered"

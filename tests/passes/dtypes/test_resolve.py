@@ -44,6 +44,15 @@ def measures(monkeypatch):
     return set_ratio
 
 
+def test_auto_that_keeps_float32_leaves_float8_out_as_well(measures):
+    measures(0.8)
+    policy, reason = resolve(
+        parse_dtype_policy({"preset": "auto", "fp8": "row"}), Device(fast_dtypes=()), training=False
+    )
+    assert (policy.compute, policy.fp8, policy.auto) == (None, None, False)
+    assert reason is not None
+
+
 @pytest.mark.parametrize(
     ("fast", "ratio", "training", "expected"),
     [

@@ -84,6 +84,8 @@ LEAVING: dict[str, Callable[[Any, Tensor], Any]] = {
     "split": lambda m, x: x.sum() + sum(part.to(LOW).sum() for part in m.w.split([2, 4])),
     "in rows": lambda m, x: x.sum() + sum(row.to(LOW).sum() for row in m.w.unbind()),
     "in slices": lambda m, x: x.sum() + m.w[:3].to(LOW).sum() + m.w[3:].to(LOW).sum(),
+    "cast to what it is": lambda m, x: x.sum() + m.w.type(torch.float32).t().to(LOW).sum(),
+    "cast to what it is, and as it is": lambda m, x: x.sum() + m.w.float().to(LOW).sum() + m.w.to(LOW).sum(),
     "twice": lambda m, x: (x.sum() + m.w.to(LOW).sum()) * m.w.t().to(LOW).sum(),
 }
 
@@ -119,6 +121,7 @@ STAYING: dict[str, Callable[[Any, Tensor], Any]] = {
     "a view of a cast that leaves": lambda m, x: m.w.to(LOW).t()[1:],
     "a part": lambda m, x: x.sum() + m.w[:2].to(LOW).sum(),
     "not dense": lambda m, x: x.sum() + sum(part.to(LOW).view(-1).sum() for part in m.w.chunk(2, dim=1)),
+    "viewed in its own dtype": lambda m, x: x.sum() + m.w.view(torch.float32).to(LOW).sum(),
     "expanded": lambda m, x: x.sum() + m.w.expand(2, 6, 4).to(LOW).sum(),
     "computed": lambda m, x: x.sum() + (m.w * 2).to(LOW).sum(),
     "float64": lambda m, x: x.sum() + m.w.to(torch.float64).sum(),
