@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from omnicomp.devices import resolve_device
+from omnicomp.devices.base import move_module
 from omnicomp.errors import OptionError
 
 __all__ = ["WrappedModule", "wrap_module"]
@@ -85,7 +86,7 @@ def wrap_module(
     parameter = next(iter(module.parameters()), None)
     target = resolve_device(device or (parameter.device.type if parameter is not None else "cpu"))
     if device is not None:
-        module = module.to(torch.device(device))
+        module = move_module(module, torch.device(device))
     return WrappedModule(target.prepare(module), name, options or {})
 
 

@@ -13,6 +13,8 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.virtualized import V
 
+from omnicomp._torch.renames import written_before_read
+
 __all__ = ["DeviceCppScheduling", "DeviceWrapper", "no_cpp_wrapper", "python_wrapper"]
 
 
@@ -27,6 +29,21 @@ class DeviceCppScheduling(CppScheduling):
         """
         with V.graph.set_current_device(torch.device("cpu")):
             super().codegen_node(node)
+
+    def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:
+        """Torch's answer, with the order of writes and reads kept; also for graphs of plain Inductor."""
+        with written_before_read():
+            return bool(super().can_fuse_horizontal(node1, node2))
+
+    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
+        """The same, for a node that reads what the other one writes."""
+        with written_before_read():
+            return bool(super().can_fuse_vertical(node1, node2))
+
+    def fuse(self, node1: Any, node2: Any) -> Any:
+        """Torch's fused node, with the order of writes and reads kept."""
+        with written_before_read():
+            return super().fuse(node1, node2)
 
 
 class DeviceWrapper(PythonWrapperCodegen):

@@ -28,6 +28,7 @@ from torch._inductor.utils import BoxedBool
 
 from omnicomp._torch.faults import read_before_written
 from omnicomp._torch.lookups import Lookup, graph_lookups
+from omnicomp._torch.renames import written_before_read
 from omnicomp._torch.writes import separate_outputs
 from omnicomp.once import Once
 
@@ -177,7 +178,7 @@ def compile_part(
         InductorError: the graph can't be lowered or its code not compiled.
     """
     separate_outputs(module.graph)
-    with observer_paused(), graph_lookups(lookups), read_before_written():
+    with observer_paused(), graph_lookups(lookups), read_before_written(), written_before_read():
         return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
 
 

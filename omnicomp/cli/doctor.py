@@ -193,7 +193,13 @@ def _device_check(name: str, *, required: bool = False) -> Callable[[], Iterator
             reason = str(error).split(": ", 1)[-1]
             yield Check(name=label, status="missing" if required else "note", found="not available", todo=reason)
             return
-        yield Check(name=label, status="ok", found=_capabilities(device))
+        try:
+            can = _capabilities(device)
+        except Exception as error:  # noqa: BLE001 - someone else's class, and a finding like any other
+            found = f"{type(device).__name__}.capabilities() raises {type(error).__name__}: {_first_line(error)}"
+            yield Check(name=label, status="missing", found=found, todo="correct Device.capabilities()")
+            return
+        yield Check(name=label, status="ok", found=can)
         yield from _dtypes(device)
         yield _registered(device)
 
@@ -250,7 +256,7 @@ def _pieces(name: str) -> Iterator[Check]:
 
     try:
         compiled = resolve_device(name).capabilities().inductor
-    except DeviceError:
+    except Exception:  # noqa: BLE001 - what is wrong with the device is a line of its own
         compiled = False
     for piece in registration(name):
         needed = compiled or piece.name in _ALWAYS_NEEDED
@@ -269,7 +275,7 @@ def _uses(names: tuple[str, ...], *, triton: bool) -> bool:
     for name in names:
         try:
             can = resolve_device(name).capabilities()
-        except DeviceError:
+        except Exception:  # noqa: BLE001, S112 - what is wrong with the device is a line of its own
             continue
         if can.inductor and triton != can.compiler.startswith("C++"):
             return True

@@ -87,16 +87,27 @@ def resolve_device(name: str = "auto") -> Device:
     """
     found, errors = _discover()
     if name == "auto":
-        return next((device for key, device in found.items() if key != "cpu" and device.is_available()), found["cpu"])
+        others = (device for key, device in found.items() if key != "cpu")
+        return next((device for device in others if _there(device)[0]), found["cpu"])
     base = name.split(":", 1)[0]
     device = found.get(base)
     if device is None:
         broken = next((f"; {entry} can't be loaded: {why}" for entry, why in errors.items() if base in entry), "")
         known = f"; known devices are {', '.join(found)}{nearest(base, found)}"
         raise DeviceError(f"unknown device {name!r}{broken or known}")
-    if not device.is_available():
-        raise DeviceError(f"device {name!r} is not available: {device.unavailable_reason()}")
+    there, raised = _there(device)
+    if not there:
+        raise DeviceError(f"device {name!r} is not available: {raised or device.unavailable_reason()}")
     return device
+
+
+def _there(device: Device) -> tuple[bool, str]:
+    """Whether a device is available, and what its contract raised instead of saying so."""
+    try:
+        return bool(device.is_available()), ""
+    except Exception as error:  # noqa: BLE001 - someone else's class; kept as the reason
+        told = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return False, f"{type(device).__name__}.is_available() raises {told}, and has to return False instead"
 
 
 def primary_device(types: Iterable[str]) -> Device:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from omnicomp._torch.inductor import compile_part, has_inductor
 
-__all__ = ["MEMORY_KEYS", "Capabilities", "Device"]
+__all__ = ["MEMORY_KEYS", "Capabilities", "Device", "move_module"]
 
 MEMORY_KEYS: Final = ("allocated_bytes", "peak_bytes", "reserved_bytes", "total_bytes")
 """The keys of `Device.memory_stats` on every device."""
@@ -178,12 +178,13 @@ class Device(abc.ABC):
             dtype: what floating-point tensors and parameters become; None keeps theirs.
 
         Returns:
-            The same structure; a module is moved in place and returned.
+            The same structure; a module is moved in place and returned. Parameters and buffers that it has in several
+            places stay one, which torch's own `Module.to` does not keep on a device from outside.
         """
 
         def move(item: Any) -> Any:
             if isinstance(item, torch.nn.Module):
-                return item.to(device=self.type, dtype=dtype)
+                return move_module(item, self.type, dtype)
             if isinstance(item, torch.Tensor):
                 return item.to(device=self.type, dtype=dtype if item.is_floating_point() else None)
             return item
@@ -196,3 +197,31 @@ class Device(abc.ABC):
     def _free_and_total(self) -> tuple[int | None, int | None]:
         ask = getattr(self._module(), "mem_get_info", None)
         return (None, None) if ask is None else ask()
+
+
+def move_module(
+    model: torch.nn.Module, device: str | torch.device, dtype: torch.dtype | None = None
+) -> torch.nn.Module:
+    """`Module.to`, with what was shared inside the model shared again.
+
+    Torch makes new parameters where the device's tensors are of another kind than the host's, a copy for each place.
+
+    Args:
+        model: moved in place.
+        device: where to.
+        dtype: what floating-point parameters and buffers become; None keeps theirs.
+
+    Returns:
+        The same model.
+    """
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((held, name))
+    moved = model.to(device=device, dtype=dtype)
+    for (first, name), *others in places.values():
+        for held, other in others:
+            held[other] = first[name]
+    return moved

@@ -16,10 +16,15 @@ def device_index(device: Any = None) -> int:
 
     Raises:
         ValueError: it is another type of device.
+        RuntimeError: there is no device of that index.
     """
     if device is None:
         return DRIVER.current_device()
     if isinstance(device, int):
+        # Here, as the driver counts devices in 8 bits: 257 would be 1.
+        if device >= DRIVER.device_count():
+            known = f"there are {DRIVER.device_count()} devices (OMNICOMP_SIM_DEVICES)"
+            raise RuntimeError(f"sim: invalid device ordinal {device}, {known}")
         return device if device >= 0 else DRIVER.current_device()
     found = torch.device(device)
     if found.type != "sim":

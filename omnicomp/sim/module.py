@@ -98,6 +98,10 @@ __all__ = [
 ]
 
 
+_initialized = True
+"""Asked by `torch.utils.checkpoint`, which otherwise leaves the device's random state out."""
+
+
 def init() -> None:
     """Nothing is left to do: `omnicomp.sim.enable` did it."""
 

@@ -94,6 +94,16 @@ def test_each_missing_piece_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen() == {name: ("missing" if name == "device count" else "note", *texts) for name, texts in found.items()}
 
 
+def test_capabilities_that_raise_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: CpuDevice) -> None:
+        raise AttributeError("no attribute 'lowerngs'")
+
+    monkeypatch.setattr(CpuDevice, "capabilities", broken)
+    found = by_name(examine("cpu"))["device cpu"]
+    assert found.status == "missing"
+    assert found.found == "CpuDevice.capabilities() raises AttributeError: no attribute 'lowerngs'"
+
+
 def test_a_device_that_torch_knows_and_omnicomp_does_not() -> None:
     checks = by_name(examine("xla"))
     assert checks["device xla"].status == "missing"

@@ -1,3 +1,4 @@
+import importlib
 import os
 import subprocess
 import sys
@@ -85,6 +86,36 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OmnicompError, match="can't be written"):
         write_device("gxu", tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "it can't be registered:\n  - scheduling is 'cp'\n  - no wrapper",
+            "registered: - scheduling is 'cp' - no wrapper",
+        ),
+        (
+            "Error building\nc++ -c a.cpp\na.cpp:3:5: error: expected ';'\nninja: stopped",
+            "Error building a.cpp:3:5: error:",
+        ),
+    ],
+)
+def test_its_problem_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str) -> None:
+    write_device("gxu", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "omnicomp-gxu"))
+    driver = importlib.import_module("omnicomp_gxu.driver")
+
+    def fails() -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(driver, "enable", fails)
+    try:
+        assert told in driver.problem()
+        assert "\n" not in driver.problem()
+    finally:
+        for name in [name for name in sys.modules if name.startswith("omnicomp_gxu")]:
+            del sys.modules[name]
 
 
 @pytest.mark.inductor

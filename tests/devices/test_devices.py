@@ -121,3 +121,14 @@ def test_an_entry_point_that_does_not_load_is_named_when_it_is_asked_for(entry_p
     entry_points.append(("toy", broken))
     with pytest.raises(DeviceError, match=r"unknown device 'toy'; toy .* can't be loaded: OSError: libtoy"):
         resolve_device("toy")
+
+
+def test_an_availability_that_raises_is_a_reason(entry_points: list[Any]) -> None:
+    class Rash(Toy):
+        def is_available(self) -> bool:
+            raise OSError("libtoy.so is missing")
+
+    entry_points.append(("toy", Rash))
+    with pytest.raises(DeviceError, match=r"Rash\.is_available\(\) raises OSError: libtoy.so is missing, and has to"):
+        devices.resolve_device("xla")
+    assert devices.resolve_device("auto").type != "xla"

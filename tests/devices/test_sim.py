@@ -1,5 +1,6 @@
 """The contract of the simulated device; what it does is in tests/sim."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from simulated import in_process, shared_sim, sim
 from omnicomp.devices import MEMORY_KEYS, Device, device_names, resolve_device
 from omnicomp.devices.sim import SimDevice
 from omnicomp.errors import DeviceError
+from omnicomp.wrap import wrap_module
 
 __all__ = ["in_process", "shared_sim", "sim"]
 
@@ -76,3 +78,14 @@ def test_tensors_and_modules_move_to_it(sim: Any) -> None:
     moved = SimDevice().to_device({"x": torch.ones(2), "m": torch.nn.Linear(2, 2)}, torch.bfloat16)
     assert (moved["x"].device.type, moved["x"].dtype) == ("sim", torch.bfloat16)
     assert moved["m"].weight.device.type == "sim"
+
+
+def test_what_a_module_shares_is_shared_afterwards(sim: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    wrapped = wrap_module(copy.deepcopy(model), "model", device="sim:1")
+    moved = SimDevice().to_device(model)
+    assert moved is model
+    assert model[0].weight is model[1].weight
+    assert wrapped.wrapped[0].weight is wrapped.wrapped[1].weight  # pyright: ignore[reportIndexIssue]
+    assert [str(parameter.device) for parameter in wrapped.parameters()] == ["sim:1"]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from simulated import alike
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def test_a_training_step_of_an_mlp_stays_on_the_device(sim: Any) -> None:
@@ -128,3 +129,12 @@ def test_batch_norm_keeps_running_statistics(sim: Any) -> None:
         for name, value in host.state_dict().items():
             torch.testing.assert_close(ours.state_dict()[name].cpu(), value)
     assert not sim.fallbacks(), "a fallback would lose them: the schema does not say that they are written"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_is_the_same_where_a_checkpoint_computes_it_again(sim: Any, reentrant: bool) -> None:
+    x = torch.ones(256, device="sim", requires_grad=True)
+    y = checkpoint(F.dropout, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), y.detach().cpu())

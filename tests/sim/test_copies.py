@@ -72,3 +72,12 @@ def test_methods_carry_the_device_s_name(sim: Any) -> None:
     assert x.is_sim  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.nn.Linear(1, 1).sim().weight.device.type == "sim"  # pyright: ignore[reportCallIssue]
     assert torch.ones(2).sim(1).device.index == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_copy_onto_a_part_of_itself_is_refused(sim: Any) -> None:
+    x = torch.arange(8.0, device="sim")
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        x[1:].copy_(x[:-1])
+    assert x.tolist() == list(range(8))
+    assert x[:4].copy_(x[4:]).tolist() == [4, 5, 6, 7]
+    assert x[::2].copy_(x[1::2]).tolist() == [5, 7, 5, 7]

@@ -6,6 +6,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/_log_softmax_ops.h>
 #include <ATen/ops/_softmax_ops.h>
 #include <ATen/ops/add_ops.h>
@@ -14,6 +15,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu_backward_ops.h>
 #include <ATen/ops/gelu_ops.h>
+#include <ATen/ops/histc_ops.h>
 #include <ATen/ops/mul_ops.h>
 #include <ATen/ops/native_layer_norm_ops.h>
 #include <ATen/ops/result_type.h>
@@ -102,6 +104,17 @@ struct Binary {
   }
 };
 
+// The right operand in the precision that 16-bit floats are computed in, if it is a number of the host: what torch's own
+// devices do, rather than round it to 16 bits first.
+template <typename T>
+std::optional<at::opmath_type<T>> wide_number(const Tensor& other) {
+  const bool narrow = std::is_same_v<T, at::Half> || std::is_same_v<T, at::BFloat16>;
+  if (!narrow || on_device(other) || other.dim() != 0) {
+    return std::nullopt;
+  }
+  return other.item().to<at::opmath_type<T>>();
+}
+
 Binary binary(const Tensor& self, const Tensor& other, const Tensor& out, bool in_floats = false) {
   auto common = at::result_type(self, other);
   if (in_floats && c10::isIntegralType(common, true)) {
@@ -154,6 +167,10 @@ Tensor& mul_out(const Tensor& self, const Tensor& other, Tensor& out) {
   }
   SIM_REALS(b.common, "mul", [&] {
     using acc = at::opmath_type<scalar_t>;
+    if (const auto number = wide_number<scalar_t>(other)) {
+      launch<scalar_t>("aten::mul.out", out, [y = *number](scalar_t x) { return scalar_t(acc(x) * y); }, *b.self);
+      return;
+    }
     launch<scalar_t>(
         "aten::mul.out", out, [](scalar_t x, scalar_t y) { return scalar_t(acc(x) * acc(y)); }, *b.self, *b.other);
   });
@@ -167,6 +184,10 @@ Tensor& div_out(const Tensor& self, const Tensor& other, Tensor& out) {
   }
   SIM_FLOATS(b.common, "div", [&] {
     using acc = at::opmath_type<scalar_t>;
+    if (const auto number = wide_number<scalar_t>(other)) {
+      launch<scalar_t>("aten::div.out", out, [y = *number](scalar_t x) { return scalar_t(acc(x) / y); }, *b.self);
+      return;
+    }
     launch<scalar_t>(
         "aten::div.out", out, [](scalar_t x, scalar_t y) { return scalar_t(acc(x) / acc(y)); }, *b.self, *b.other);
   });
@@ -386,6 +407,25 @@ Tensor& zero_(Tensor& self) {
   return fill_with("aten::zero_", self, at::scalar_tensor(0, at::TensorOptions().dtype(self.dtype())));
 }
 
+// Integers are counted too, which the host's kernel refuses: models that route tokens to experts count them by `histc`
+// wherever they are not on the CPU.
+Tensor counted(const Tensor& self, int64_t bins, const Scalar& min, const Scalar& max) {
+  const auto library = at::native::call_fallback_fn<&sim::library, at::_ops::histc>::call;
+  if (!c10::isIntegralType(self.scalar_type(), false)) {
+    return library(self, bins, min, max);
+  }
+  return library(self.to(at::kDouble), bins, min, max).to(self.scalar_type());
+}
+Tensor& counted_out(const Tensor& self, int64_t bins, const Scalar& min, const Scalar& max, Tensor& out) {
+  TORCH_CHECK(
+      out.scalar_type() == self.scalar_type(), "torch.histogram: input tensor and hist tensor should have the same dtype",
+      ", but got input ", self.scalar_type(), " and hist ", out.scalar_type());
+  const auto counts = counted(self, bins, min, max);
+  at::native::resize_output(out, counts.sizes());
+  out.copy_(counts);
+  return out;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("add.out", add_out);
   m.impl("sub.out", sub_out);
@@ -402,6 +442,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("fill_.Scalar", fill_scalar);
   m.impl("fill_.Tensor", fill_tensor);
   m.impl("zero_", zero_);
+  m.impl("histc", counted);
+  m.impl("histc.out", counted_out);
 }
 
 } // namespace

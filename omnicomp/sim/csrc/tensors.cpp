@@ -2,6 +2,7 @@
 #include "alias.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -177,6 +178,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   TORCH_CHECK(
       (on_device(self) || self.device().is_cpu()) && (on_device(to) || to.device().is_cpu()), "sim can't copy from ",
       self.device(), " to ", to.device());
+  at::assert_no_partial_overlap(to, self); // the host's aliases are two storages, in which it would not see that
   if (to.numel() != 0) {
     Copy copy(self.device(), to.device(), size_t(to.numel()) * to.dtype().itemsize());
     const auto target = host_alias(to);

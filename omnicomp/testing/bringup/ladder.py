@@ -234,7 +234,7 @@ def _whole(device: Device, subject: Subject, options: Mapping[str, Any], *, trai
     expected = _results(subject, subject.model, subject.args, subject.kwargs, training=training)
     # A training step writes to buffers, such as the running statistics of a batch norm.
     subject.model.load_state_dict(state)
-    subject.model.to(device.type)
+    device.to_device(subject.model)
     args, kwargs = Transfer(device.type)((subject.args, dict(subject.kwargs)))
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "reset_fallbacks"):

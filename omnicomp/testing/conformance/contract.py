@@ -190,6 +190,10 @@ def _to_device(session: Session) -> str:
     expect(floats == [torch.bfloat16] * 3, f"floating-point values became {floats}")
     expect(kinds[1][1] == torch.int64, f"integers became {kinds[1][1]}")
     expect(moved["b"][1:] == ("text", None, 3), f"other values became {moved['b'][1:]!r}")
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    there = session.device.to_device(tied)
+    expect(there[0].weight is there[1].weight, "a weight that two layers share became two weights")
     return "tensors, modules and what is no tensor"
 
 

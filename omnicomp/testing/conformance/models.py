@@ -70,7 +70,7 @@ def _run(session: Session, build: Callable[[], tuple[nn.Module, dict[str, Any]]]
         model.train(training)
         call: Callable[..., Any] = model
         if there:
-            model.to(session.type)
+            session.device.to_device(model)
             inputs = session.device.to_device(inputs)
             torch.compiler.reset()
             timeline.clear()

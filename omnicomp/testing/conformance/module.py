@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Generator
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from omnicomp.testing.conformance.base import CheckSkipped, Session, check, expect
 from omnicomp.testing.conformance.contract import half_of
@@ -146,6 +147,19 @@ def _random(session: Session) -> str:
     module.set_rng_state(state)
     expect(torch.equal(draw(), wanted) and not torch.equal(inside, wanted), "torch.random.fork_rng does not hold")
     return "torch.manual_seed, the state, torch.random.fork_rng"
+
+
+@check("module.checkpoint", "set _initialized = True in torch.<type>, beside get_rng_state() and set_rng_state()")
+def _checkpoint(session: Session) -> str:
+    """What `torch.utils.checkpoint` computes again in the backward draws the numbers that the forward drew."""
+    for reentrant in (False, True):
+        x = session.on(torch.ones(256)).requires_grad_()
+        y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=reentrant)
+        y.sum().backward()
+        # Of ones, what dropout gives is the gradient too: 2 where it keeps an element, else 0.
+        kept = x.grad is not None and torch.equal(x.grad.cpu(), y.detach().cpu())
+        expect(kept, f"dropout draws other numbers in the backward (use_reentrant={reentrant})")
+    return "dropout is the same in the backward"
 
 
 @check("module.streams", "write streams and events in the guard (getNewStream, record, block, queryEvent, ...)")
