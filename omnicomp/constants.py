@@ -4,8 +4,8 @@ Each call of such an executable asks, and a weight that changed is never passed 
 
 - a parameter is the same object, at the same address, with the version that torch counts up at every in-place
   operation; nobody has taken or set its `.data`, no optimizer stepped and no `torch._foreach_*_` wrote it, which are
-  not always counted (`omnicomp.weight_copies` sees them); and it alone holds its memory, so that nothing can be written
-  from elsewhere;
+  not always counted (`omnicomp.weight_copies` sees them); it alone holds its memory, so that nothing can be written
+  from elsewhere; and it was never given to NumPy, as an array may have been written to and be gone;
 - a buffer, whose `.data` is not seen, is compared by value, so that only small ones are built in.
 
 Where `.data` was merely read the contents decide, by a hash.
@@ -165,6 +165,8 @@ class Constants:
             or [value._version for value in picked] != self._versions
             or (list(map(owners, self._cdata)) != self._owners and not self._held_by_executables())
             or [value.data_ptr() for value in picked] != self._pointers
+            # What was given to NumPy once is no longer resizable, whether the array is gone again or not.
+            or not all([value.untyped_storage().resizable() for value in picked])
             or (self._mark is not _Sight.mark and not self._look(picked))
         ):
             return False

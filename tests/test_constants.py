@@ -37,6 +37,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "a list of others with its memory": lambda p: torch._foreach_add_([p.detach()], 1),
     "another storage": lambda p: p.set_(torch.zeros(4, 6)),
     "copy": lambda p: p.copy_(torch.zeros(4, 6)),
+    "an array that is gone": lambda p: p.numpy().fill(0),
     "out": lambda p: torch.add(p, 1, out=p),
 }
 

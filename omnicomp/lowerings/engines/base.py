@@ -65,6 +65,8 @@ class Engine(abc.ABC):
         name: what options call it by.
         clustering: which subgraphs it gets, unless the user's options say otherwise.
         contiguous: whether it is called with contiguous inputs alone.
+        copies: whether its executables have copies of the weights that are built in, so that weights of the same
+            contents may share one; else it is for the tensors alone that it was made of, whose memory it may read.
         bakes: whether weights are given to `compile` as constants where they can be followed.
         native: whether its library is compiled code that could take the process with it: a subgraph is then tried in
             a process of its own before it is first run in this one.
@@ -77,6 +79,7 @@ class Engine(abc.ABC):
     clustering: ClassVar[Clustering] = Clustering()
     contiguous: ClassVar[bool] = True
     bakes: ClassVar[bool] = True
+    copies: ClassVar[bool] = False
     native: ClassVar[bool] = True
     decompositions: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     operators: ClassVar[Operators] = Operators()

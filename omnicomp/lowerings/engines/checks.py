@@ -24,6 +24,7 @@ __all__ = [
     "numeric",
     "of_several",
     "pads",
+    "same_heads",
 ]
 
 
@@ -86,6 +87,12 @@ def dense(node: Node) -> str:
 def no_dropout(node: Node) -> str:
     """No random numbers may be drawn."""
     return "it draws no random numbers" if argument(node, "dropout_p") else ""
+
+
+def same_heads(node: Node) -> str:
+    """Of attention: there have to be as many heads of keys and values as of queries."""
+    query, key = (fake_value(argument(node, name)) for name in ("query", "key"))
+    return "" if str(query.shape[1]) == str(key.shape[1]) else "it has as many heads of keys as of queries"
 
 
 def no_masks(node: Node) -> str:

@@ -7,11 +7,12 @@ those of a call, and what was built for the last few of them is kept.
 
 import dataclasses
 import gc
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.fx import GraphModule
@@ -21,6 +22,7 @@ from omnicomp._torch.decompose import decomposed
 from omnicomp._torch.fx import copy_module
 from omnicomp.capture import package_digest, version
 from omnicomp.constants import Constants, fixable
+from omnicomp.errors import EngineError
 from omnicomp.fingerprint import fingerprint
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
@@ -30,6 +32,22 @@ from omnicomp.lowerings.engines.trial import is_wanted, try_apart
 from omnicomp.timeline import Reason, Retreat
 
 __all__ = ["Program"]
+
+
+class _Process:
+    """Native engines that this process has built with, and those whose threads it lost as it was forked."""
+
+    used: ClassVar[set[str]] = set()
+    lost: ClassVar[frozenset[str]] = frozenset()
+
+
+def _forked() -> None:
+    _Process.lost = frozenset(_Process.used)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 
 # Of one set of weights: how often it is built anew. What changes more often is being trained.
 _REBUILDS: Final = 3
@@ -110,6 +128,8 @@ class Program:
         Raises:
             Exception: what the engine raises, in building or in running.
         """
+        if _Process.lost:
+            self._survived()
         built = self._last
         if built is None or self._fixes or (built.constants is not None and not self._holds(built, inputs)):
             built = self._find(inputs)
@@ -122,6 +142,10 @@ class Program:
             built.constants.built()  # a first call may make more references to the weights
         built.warm = True
         return outputs
+
+    def _survived(self) -> None:
+        if self._engine.name in _Process.lost:
+            raise EngineError(f"this process was forked from one in which {self._engine.name} had run: it would hang")
 
     @property
     def workspace_bytes(self) -> int:
@@ -224,6 +248,9 @@ class Program:
         return apart(lambda: self._build_apart(sizes, inputs), {})
 
     def _build_apart(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> _Built:
+        self._survived()
+        if self._engine.native:
+            _Process.used.add(self._engine.name)
         weights = tuple([inputs[index] for index in self._weights])
         constants = Constants(weights) if weights else None  # before they are read
         subgraph = self._subgraph(inputs)
@@ -253,7 +280,8 @@ class Program:
         )
         if keeps or not weights:
             load = (lambda data: _checked(engine.loads(data, subgraph), engine)) if keeps else None
-            found, source = store.get(key, engine.name, make, load, _dump if keeps else None)
+            owner = "" if engine.copies else repr(list(map(id, weights)))
+            found, source = store.get(key, engine.name, make, load, _dump if keeps else None, owner)
             made = _checked(found, engine)
         else:
             made, source = make(), "compiled"  # an id says nothing about the contents in a later call

@@ -39,6 +39,7 @@ class Store:
         make: Callable[[], object],
         load: Callable[[bytes], object] | None,
         dump: Callable[[object], bytes | None] | None,
+        owner: str = "",
     ) -> tuple[object, str]:
         """What is kept under a key, or else what `make` returns, which is kept then.
 
@@ -50,6 +51,7 @@ class Store:
             make: compiles.
             load: makes an executable of bytes from the disk; None where nothing is kept there.
             dump: the inverse; None from it where this executable can't be kept.
+            owner: whose memory an executable may hold; it is given to nobody else. What is on the disk holds nobody's.
 
         Returns:
             The executable, and where it came from: `memory`, `disk` or `compiled`.
@@ -57,10 +59,11 @@ class Store:
         Raises:
             Exception: what `make` raises.
         """
+        own = f"{key} {owner}"
         with self._lock:
-            lock = self._building.setdefault(key, threading.Lock())
+            lock = self._building.setdefault(own, threading.Lock())
         with lock:
-            found = self._memory.get(key)
+            found = self._memory.get(own)
             if found is not None:
                 return found, "memory"
             path = self._path(engine, key)
@@ -70,7 +73,7 @@ class Store:
                 found, source = make(), "compiled"
                 if dump is not None:
                     _keep(path, found, dump)
-            self._memory[key] = found
+            self._memory[own] = found
             return found, source
 
     def clear(self) -> None:

@@ -44,6 +44,7 @@ class TensorRtEngine(TableEngine):
 
     name = "tensorrt"
     clustering = Clustering(devices=("cuda",), dtypes=tuple(_NAMES))
+    copies = True
     decompositions = OnnxRuntimeEngine.decompositions
     empty = False
 

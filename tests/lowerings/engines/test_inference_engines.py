@@ -1,5 +1,6 @@
 """What OpenVINO and ONNX Runtime have in common: inputs of any layout, threads, weights, sizes, the disk, models."""
 
+import copy
 import importlib.metadata
 import threading
 from collections.abc import Callable
@@ -291,3 +292,30 @@ def test_a_model_is_one_subgraph(name: str, model: Callable[[], tuple[nn.Module,
     pieces = [event for event in omnicomp.timeline.events() if isinstance(event, Ran)]
     assert [event.lowering for event in pieces] == [name]
     assert not retreats()
+
+
+def test_an_equal_model_does_not_read_the_memory_of_another_one(name: str) -> None:
+    """As a copy that is kept while the first is trained."""
+    first = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    second, x = copy.deepcopy(first), torch.randn(3, 64)
+    with torch.no_grad():
+        close(compiled(name, first)(x), first(x))
+        for weight in first.parameters():
+            weight.mul_(3)
+        call = compiled(name, second)
+        close(call(x), second(x))
+        for weight in first.parameters():
+            weight.add_(1)
+        close(call(x), second(x))
+    assert ran() == {name}
+    assert not retreats()
+
+
+def test_a_weight_that_an_array_wrote_to_and_that_is_gone(name: str) -> None:
+    model, x = network(), torch.randn(4, 3, 16, 16)
+    call = compiled(name, model)
+    with torch.no_grad():
+        close(call(x), model(x))
+        model[5].weight.detach().numpy()[...] *= 3  # type: ignore[index]
+        close(call(x), model(x))
+        close(call(x), model(x))

@@ -1,5 +1,6 @@
 """Weights, sizes and threads: nothing stale, and nothing of another thread's."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -284,6 +285,36 @@ def test_equal_modules_share_one_build(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compiler.reset()
         torch.testing.assert_close(compiled(models[1], "fake_disk")(X), models[1](X), rtol=0, atol=0)
         torch.testing.assert_close(compiled(models[0], "fake_disk")(X), models[0](X), rtol=0, atol=0)
+
+
+class Native(fake.Fake):
+    """A library with threads of its own."""
+
+    name = "fake_native"
+    native = True
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_that_was_forked_runs_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads are gone there, and a call would wait for them for good."""
+    fake.installed(monkeypatch, Native)
+    monkeypatch.setenv("OMNICOMP_ENGINE_TRIAL", "0")
+    model = network()
+    call = compiled(model, "fake_native", on_error="retreat")
+    with torch.no_grad():
+        call(X)
+        child = os.fork()
+        if not child:
+            status = 3
+            try:
+                same = torch.equal(call(X), model(X))
+                status = 0 if same and codes() == ["call_failed"] else 1
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        torch.testing.assert_close(call(X), model(X), rtol=0, atol=0)
+    assert not codes()
 
 
 # Sizes.

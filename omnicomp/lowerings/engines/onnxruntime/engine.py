@@ -2,13 +2,16 @@
 
 import importlib
 import importlib.metadata
-from typing import Final
+from typing import ClassVar, Final
+
+import torch
 
 from omnicomp._torch.decompositions import decompositions_of
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.onnxruntime.executable import OnnxRuntimeExecutable, loaded
 from omnicomp.lowerings.engines.onnxruntime.model import DTYPES, OPSET, onnx_model
+from omnicomp.lowerings.engines.shared_decompositions import DECOMPOSITIONS
 from omnicomp.lowerings.engines.subgraph import Subgraph
 from omnicomp.lowerings.engines.versions import missing_package
 
@@ -16,12 +19,13 @@ __all__ = ["OnnxRuntimeEngine"]
 
 # What torch makes of operators of the table. Nothing random is among them.
 _DECOMPOSED: Final = (
-    *("smooth_l1_loss", "huber_loss", "hardshrink", "softshrink", "log_sigmoid_forward", "nan_to_num", "square"),
+    *("smooth_l1_loss", "huber_loss", "hardshrink", "softshrink", "square", "nan_to_num"),
     *("rsub", "var", "std", "var_mean", "std_mean", "index_add", "index_copy", "aminmax", "rot90"),
     *("_safe_softmax", "_fused_rms_norm", "_weight_norm_interface", "_adaptive_avg_pool2d", "eye"),
     *("isfinite", "positive"),
 )
 
+_OWN: Final = {target: DECOMPOSITIONS[target] for target in (torch.ops.aten.log_sigmoid_forward.default,)}
 _PACKAGES: Final = {"onnxruntime": (1, 22), "onnx": (1, 17), "onnxscript": (0, 5)}
 _INSTALL: Final = 'pip install "omnicomp[onnx]"'
 
@@ -31,7 +35,7 @@ class OnnxRuntimeEngine(Engine):
 
     name = "onnxruntime"
     clustering = Clustering(dtypes=tuple(DTYPES))
-    decompositions = decompositions_of(_DECOMPOSED)
+    decompositions: ClassVar = {**decompositions_of(_DECOMPOSED), **_OWN}
 
     def missing(self) -> str:
         """Which package is not there, or too old."""

@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.fx import GraphModule
 
+from omnicomp._torch.fx import copy_module
 from omnicomp._torch.onnx import translated
 from omnicomp.lowerings.engines.onnxruntime.promotion import promote
 from omnicomp.lowerings.engines.subgraph import Subgraph
@@ -50,13 +53,14 @@ def onnx_model(subgraph: Subgraph, functions: Mapping[torch._ops.OpOverload, Cal
     """Write a subgraph as an ONNX model, whose inputs and results are those of a call, in order.
 
     Args:
-        subgraph: without symbolic sizes; its graph is changed.
+        subgraph: without symbolic sizes.
         functions: forms of operators that come before the exporter's.
 
     Raises:
         Exception: what the exporter raises.
     """
     ir = importlib.import_module("onnx_ir")
+    subgraph = dataclasses.replace(subgraph, module=copy_module(subgraph.module))
     outputs = subgraph.outputs
     distinct = list(dict.fromkeys(node for node in outputs if node is not None))
     position = {node: index for index, node in enumerate(distinct)}
@@ -65,6 +69,8 @@ def onnx_model(subgraph: Subgraph, functions: Mapping[torch._ops.OpOverload, Cal
     graph.eliminate_dead_code()
     promote(graph)
     inputs, placeholders = set(subgraph.inputs), subgraph.placeholders
+    fixed = _as_placeholders(subgraph.module)
+    distinct = list(next(iter(reversed(graph.nodes))).args[0])
     model, values = translated(graph, OPSET, functions)
     model.graph.inputs.clear()
     model.graph.outputs.clear()
@@ -75,6 +81,10 @@ def onnx_model(subgraph: Subgraph, functions: Mapping[torch._ops.OpOverload, Cal
             model.graph.initializers[value.name] = value
         elif node in inputs:
             model.graph.inputs.append(value)
+    for name, tensor in fixed.items():
+        value = values[name]
+        value.const_value = ir.Tensor(tensor.numpy(), dtype=ir.DataType(DTYPES[tensor.dtype][0]), name=value.name)
+        model.graph.initializers[value.name] = value
     for index, node in enumerate(distinct):
         # An input or a weight that is a result as it is would be left out of the program, and its memory unwritten.
         copied = ir.Node("", "Identity", [values[node.name]], name=f"result_{index}")
@@ -86,6 +96,19 @@ def onnx_model(subgraph: Subgraph, functions: Mapping[torch._ops.OpOverload, Cal
         model.graph.outputs.append(result)
     data = ir.serde.serialize_model(model).SerializeToString()
     return Model(data, tuple(None if node is None else position[node] for node in outputs))
+
+
+def _as_placeholders(module: GraphModule) -> dict[str, torch.Tensor]:
+    """Make inputs of a graph's own constants, which the exporter does not read; their values, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        with module.graph.inserting_before(next(iter(module.graph.nodes))):
+            given = module.graph.placeholder(f"fixed_{node.name}")
+        given.meta["val"] = node.meta["val"]
+        found[given.name] = operator.attrgetter(str(node.target))(module).detach().contiguous()
+        node.replace_all_uses_with(given)
+        module.graph.erase_node(node)
+    return found
 
 
 def is_large(tensor: torch.Tensor) -> bool:

@@ -23,8 +23,10 @@ from omnicomp.lowerings.engines.checks import (
     numeric,
     of_several,
     pads,
+    same_heads,
 )
 from omnicomp.lowerings.engines.onnxruntime.engine import OnnxRuntimeEngine
+from omnicomp.lowerings.engines.onnxruntime.forms import FORMS
 
 _FLOATS: Final = (torch.float32, torch.float16)
 _INTEGERS: Final = (torch.int64, torch.int32)
@@ -38,7 +40,7 @@ def _take(names: str, dtypes: tuple[torch.dtype, ...], check: Callable[[Node], s
         packet, _, overload = name.partition(".")
         found: Any = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
         if found is not None:
-            OnnxRuntimeEngine.operators.add(found, dtypes=dtypes, check=check)
+            OnnxRuntimeEngine.operators.add(found, convert=FORMS.get(found), dtypes=dtypes, check=check)
 
 
 def _whole_divisor(node: Node) -> str:
@@ -108,7 +110,8 @@ _take("sort max.dim min.dim argmax argmin", (torch.float32, *_INTEGERS), all_of(
 _take("topk", (torch.float32, torch.int64), all_of(floating, of_several, filled))
 _take("bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not", (*_INTEGERS, torch.bool))
 
-# What computes each element by itself.
+# What computes each element by itself. Without atan2, whose sign is another one on the negative axis, and without
+# expm1, log1p, logaddexp and logaddexp2, which lose what is small next to 1.
 _take("abs neg add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar addcmul", _NUMBERS, numeric)
 _take("clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor hardtanh sign", _NUMBERS, numeric)
 _take("pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar", _NUMBERS, numeric)
@@ -117,8 +120,8 @@ _take("div.Tensor div.Scalar", _NUMBERS, _whole_divisor)
 _take("div.Tensor_mode div.Scalar_mode floor_divide", _NUMBERS, _whole_divisor)
 _take("fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar", _NUMBERS, _whole_divisor)
 _take(
-    "acos acosh asin asinh atan atan2 atanh cos cosh deg2rad elu erf erfc exp exp2 expm1 gelu glu"
-    " hardsigmoid hardswish leaky_relu log log10 log1p log2 logaddexp logaddexp2 logit mish rad2deg reciprocal"
+    "acos acosh asin asinh atan atanh cos cosh deg2rad elu erf erfc exp exp2 gelu glu"
+    " hardsigmoid hardswish leaky_relu log log10 log2 logit mish rad2deg reciprocal"
     " rsqrt selu sigmoid silu sin sinc sinh softplus sqrt tan tanh addcdiv lerp.Scalar celu _prelu_kernel"
     " mse_loss xlogy.Tensor",
     _NUMBERS,
@@ -128,7 +131,8 @@ _take("isnan isinf isneginf isposinf", (*_FLOATS, torch.bool), floating)
 # What sums, and what is computed by multiplying matrices.
 _take("sum sum.dim_IntList mean mean.dim", _NUMBERS, filled)
 _take("cumsum", (torch.float32, torch.int64, torch.bool), of_several)
-_take("prod prod.dim_int", (torch.float32, *_INTEGERS), all_of(of_several, filled))
+# A product of integers would leave what its float64 holds.
+_take("prod prod.dim_int", (torch.float32,), all_of(of_several, filled))
 _take("amax amin", (*_FLOATS, *_INTEGERS), all_of(of_several, filled))
 _take("max min", (*_FLOATS, *_INTEGERS), filled)
 _take("any any.dim any.dims all all.dim all.dims", _NUMBERS, all_of(of_several, filled))
@@ -138,7 +142,11 @@ _take("var_mean.correction std_mean.correction", (torch.float32,), filled)
 _take("mm bmm mv dot", _FLOATS)
 _take("addmm baddbmm addbmm addmv addr", (torch.float32,), filled)
 _take("convolution", (torch.float32,), filled)
-_take("_scaled_dot_product_flash_attention_for_cpu", (*_FLOATS, torch.bool), all_of(no_dropout, first_alone, filled))
+_take(
+    "_scaled_dot_product_flash_attention_for_cpu",
+    (*_FLOATS, torch.bool),
+    all_of(no_dropout, first_alone, filled, same_heads),
+)
 
 # Layers.
 _take("native_layer_norm native_group_norm", (torch.float32,), all_of(first_alone, filled))

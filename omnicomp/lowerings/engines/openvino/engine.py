@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 import json
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.fx import Node
@@ -18,6 +18,7 @@ from omnicomp.lowerings.engines.conversion import Results, TableEngine, convert
 from omnicomp.lowerings.engines.openvino.bounds import overflow
 from omnicomp.lowerings.engines.openvino.executable import OpenVinoExecutable
 from omnicomp.lowerings.engines.openvino.library import OpenVino, openvino, ops, type_of
+from omnicomp.lowerings.engines.shared_decompositions import DECOMPOSITIONS
 from omnicomp.lowerings.engines.subgraph import Subgraph
 from omnicomp.lowerings.engines.versions import missing_package
 
@@ -29,11 +30,11 @@ _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.int64, tor
 
 # What torch makes of operators of the table. Nothing random is among them.
 _DECOMPOSED: Final = (
-    *("mse_loss", "smooth_l1_loss", "huber_loss", "celu", "glu", "hardshrink", "softshrink", "log_sigmoid_forward"),
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "glu", "hardshrink", "softshrink"),
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
-    *("pixel_shuffle", "pixel_unshuffle", "addmv", "addr", "eye", "sinc", "nan_to_num", "std_mean"),
-    *("index_add", "index_copy", "aminmax", "unfold", "rot90", "_safe_softmax", "_fused_rms_norm", "logit"),
-    *("_weight_norm_interface", "slice_scatter", "select_scatter", "diagonal", "nll_loss_forward"),
+    *("pixel_shuffle", "pixel_unshuffle", "addmv", "addr", "eye", "sinc", "std_mean"),
+    *("aminmax", "unfold", "rot90", "_safe_softmax", "_fused_rms_norm", "logit"),
+    *("_weight_norm_interface", "select_scatter", "diagonal", "nll_loss_forward"),
     *("lerp",),
 )
 
@@ -51,7 +52,7 @@ class OpenVinoEngine(TableEngine):
     name = "openvino"
     empty = False  # a broadcast to a shape without elements divides by zero while it is compiled, and ends the process
     clustering = Clustering(dtypes=_DTYPES)
-    decompositions = decompositions_of(_DECOMPOSED)
+    decompositions: ClassVar = {**decompositions_of(_DECOMPOSED), **DECOMPOSITIONS}
 
     def missing(self) -> str:
         """OpenVINO, or a newer one."""

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from omnicomp.graphs import fake_value
-from omnicomp.lowerings.engines.checks import all_of, filled, first_alone, no_dropout
+from omnicomp.lowerings.engines.checks import all_of, filled, first_alone, no_dropout, same_heads
 from omnicomp.lowerings.engines.conversion import form
 from omnicomp.lowerings.engines.openvino.engine import OpenVinoEngine
 from omnicomp.lowerings.engines.openvino.library import integers, number, ops, shape_of
@@ -95,7 +95,8 @@ def convolution(
 
 
 @OpenVinoEngine.op(
-    aten._scaled_dot_product_flash_attention_for_cpu.default, check=all_of(no_dropout, first_alone, filled)
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    check=all_of(no_dropout, first_alone, filled, same_heads),
 )
 @form("result", keep=("dropout_p", "scale"))
 def attention(

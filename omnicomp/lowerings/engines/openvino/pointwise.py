@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node
 
 from omnicomp.graphs import fake_value
-from omnicomp.lowerings.engines.checks import floating, numeric
+from omnicomp.lowerings.engines.checks import argument, floating, numeric
 from omnicomp.lowerings.engines.conversion import declare_pointwise, form, overloads
 from omnicomp.lowerings.engines.openvino.engine import OpenVinoEngine
 from omnicomp.lowerings.engines.openvino.library import NAMES, OpenVino, number, openvino, ops
@@ -120,7 +120,16 @@ def div(x: Any, y: Any) -> Any:
     return ops.divide(x, y)
 
 
-@OpenVinoEngine.op(aten.div.Tensor_mode, aten.div.Scalar_mode, check=_floating)
+def _rounds_as_torch(node: Node) -> str:
+    """Torch corrects what rounding made of a quotient before it rounds it down."""
+    divisor = node.args[1]
+    exact = isinstance(divisor, (int, float)) and abs(math.frexp(divisor)[0]) == 0.5  # a power of two
+    if argument(node, "rounding_mode") == "floor" and not exact:
+        return "it rounds quotients by powers of two alone down"
+    return _floating(node)
+
+
+@OpenVinoEngine.op(aten.div.Tensor_mode, aten.div.Scalar_mode, check=_rounds_as_torch)
 @form("result", keep=("rounding_mode",))
 def div_mode(x: Any, y: Any, *, rounding_mode: str | None) -> Any:
     made = ops.divide(x, y)
@@ -195,18 +204,6 @@ def frac(x: Any) -> Any:
 @form("result")
 def rounded(x: Any) -> Any:
     return ops.round(x, "half_to_even")
-
-
-@OpenVinoEngine.op(*overloads("remainder", 2), check=_floating)
-@form("result")
-def remainder(x: Any, y: Any) -> Any:
-    return ops.subtract(x, ops.multiply(y, ops.floor(ops.divide(x, y))))
-
-
-@OpenVinoEngine.op(*overloads("fmod", 2), check=_floating)
-@form("result")
-def fmod(x: Any, y: Any) -> Any:
-    return ops.subtract(x, ops.multiply(y, _trunc(ops.divide(x, y))))
 
 
 def _boolean(x: Any) -> Any:

@@ -64,11 +64,33 @@ def _whole_divisor(node: Node) -> str:
 declare_pointwise(
     TvmEngine,
     op,
-    {"fmod": "mod", "remainder": "floor_mod"},
+    {"fmod": "mod"},
     arity=2,
     promote="result",
     check=_whole_divisor,
 )
+
+
+@TvmEngine.op(*overloads("remainder", 2), check=_whole_divisor)
+@form("result")
+def remainder(x: Any, y: Any) -> Any:
+    return _remainder(x, y) if is_float(x) else op.floor_mod(x, y)
+
+
+def _remainder(x: Any, y: Any) -> Any:
+    """With the sign of the divisor, of the exact remainder; TVM's own is off by what rounding makes of the quotient."""
+    zero = const(0, x)
+    rest = op.mod(x, y)
+    other = op.logical_and(op.not_equal(rest, zero), op.logical_xor(op.less(rest, zero), op.less(y, zero)))
+    return op.where(other, op.add(rest, y), rest)
+
+
+def _floor_quotient(x: Any, y: Any) -> Any:
+    """As torch's: the dividend less the remainder is a multiple of the divisor but for rounding."""
+    near = op.divide(op.subtract(x, _remainder(x, y)), y)
+    down = op.floor(near)
+    exact = op.where(op.greater(op.subtract(near, down), const(0.5, x)), op.add(down, const(1, x)), down)
+    return op.where(op.equal(y, const(0, x)), op.divide(x, y), exact)
 
 
 def is_float(x: Any) -> bool:
@@ -319,7 +341,7 @@ def _times(x: Any, alpha: float) -> Any:
 @form("result")
 def div_mode(x: Any, y: Any, *, rounding_mode: str | None) -> Any:
     if rounding_mode == "floor":
-        return op.floor(op.divide(x, y)) if is_float(x) else op.floor_divide(x, y)
+        return _floor_quotient(x, y) if is_float(x) else op.floor_divide(x, y)
     made = op.divide(x, y)
     return op.trunc(made) if rounding_mode == "trunc" and is_float(x) else made
 

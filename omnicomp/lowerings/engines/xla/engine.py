@@ -40,7 +40,7 @@ _DECOMPOSED: Final = (
     *("_prelu_kernel", "_prelu_kernel_backward", "hardshrink", "softshrink", "softshrink_backward"),
     *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d"),
     *("replication_pad3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
-    *("pixel_shuffle", "pixel_unshuffle", "im2col", "addmv", "addr", "eye", "linspace", "diag_embed"),
+    *("pixel_shuffle", "pixel_unshuffle", "im2col", "addmv", "addr", "eye", "diag_embed"),
     *("sinc", "std_mean", "index_add", "index_copy", "aminmax", "count_nonzero"),
     *("triu_indices", "tril_indices", "rot90", "_safe_softmax", "_fused_rms_norm", "_fused_rms_norm_backward"),
 )
@@ -57,6 +57,7 @@ class XlaEngine(TableEngine):
 
     name = "xla"
     clustering = Clustering(devices=("cpu", "cuda"), dtypes=(*_FLOATS, *_INTEGERS), training=True)
+    copies = True
     decompositions = decompositions_of(_DECOMPOSED)
 
     def missing(self) -> str:
