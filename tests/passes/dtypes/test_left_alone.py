@@ -95,8 +95,9 @@ WIDE = {
     "inv": lambda x: torch.linalg.inv(x @ x.t() + torch.eye(4)),
     "svdvals": lambda x: torch.linalg.svdvals(x @ x),
     "cdist": lambda x: torch.cdist(x @ x, x),
-    "quantile": lambda x: torch.quantile(x @ x, 0.5),
 }
+if torch.__version__ >= (2, 13):  # before that, its check of an argument depends on data, and breaks the graph
+    WIDE["quantile"] = lambda x: torch.quantile(x @ x, 0.5)
 
 
 @pytest.mark.parametrize("name", WIDE)
