@@ -4,7 +4,7 @@ Found by `bench/sweep_operators.py`, on torch 2.13; each has a sample in `tests/
 """
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ from torch._inductor.virtualized import V
 from torch._library.utils import zip_schema
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.exchange import Exchange
 from omnicomp.graphs import all_nodes, submodules
 
 __all__ = [
@@ -125,16 +126,8 @@ def unobserved_first_call(module: GraphModule) -> Generator[None]:
         context.__init__ = original
 
 
-@contextlib.contextmanager
-def read_before_written() -> Generator[None]:
-    """While Inductor lowers a graph: what reads a tensor before an operator changes it is also computed before that.
-
-    Inductor computes pointwise results when they are needed, and those that read a tensor when something writes to it.
-    For operators that it only calls, it does the second after it has put the call on its list, so that the readers come
-    behind the call: `a = b * 2; custom_op_(b)` makes `a` of what the operator left in `b`. Torch 2.11 to 2.13.
-    """
-    kernels: Any = ir.FallbackKernel
-    original = kernels.__init__
+def _reading_first(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, before which what reads the buffers that the operator writes to is computed."""
 
     def init(self: Any, layout: Any, kernel: Any, tensor_args: Any, rest: Any, unflatten: Any, *more: Any, **kw: Any):
         if isinstance(kernel, torch._ops.OpOverload) and kernel._schema.is_mutable:
@@ -143,12 +136,20 @@ def read_before_written() -> Generator[None]:
                     reader.realize()
         original(self, layout, kernel, tensor_args, rest, unflatten, *more, **kw)
 
-    # The compile lock is held, so nothing else is compiled meanwhile.
-    kernels.__init__ = init
-    try:
-        yield
-    finally:
-        kernels.__init__ = original
+    return init
+
+
+_READERS: Final = Exchange(ir.FallbackKernel, "__init__", _reading_first)
+
+
+def read_before_written() -> contextlib.AbstractContextManager[None]:
+    """While Inductor lowers a graph: what reads a tensor before an operator changes it is also computed before that.
+
+    Inductor computes pointwise results when they are needed, and those that read a tensor when something writes to it.
+    For operators that it only calls, it does the second after it has put the call on its list, so that the readers come
+    behind the call: `a = b * 2; custom_op_(b)` makes `a` of what the operator left in `b`. Torch 2.11 to 2.13.
+    """
+    return _READERS
 
 
 def _names_written(operator: Any, args: Any, kwargs: Any) -> Generator[str]:

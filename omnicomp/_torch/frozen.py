@@ -16,7 +16,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from omnicomp._torch.faults import read_before_written
 from omnicomp._torch.inductor import observer_paused
+from omnicomp._torch.renames import written_before_read
 
 __all__ = ["compile_frozen", "inductor_settings"]
 
@@ -78,6 +80,13 @@ def compile_frozen(
             for v in left
         ]
     patches = {**settings, "freezing": True}
-    with observer_paused(), torch._inductor.config.patch(patches), torch.no_grad(), _modules_of_their_own():
+    with (
+        observer_paused(),
+        read_before_written(),
+        written_before_read(),
+        torch._inductor.config.patch(patches),
+        torch.no_grad(),
+        _modules_of_their_own(),
+    ):
         compiled: Any = compile_fx(module, inputs, config_patches={})
     return lambda arguments: compiled(*arguments)

@@ -7,25 +7,20 @@ read is the zeros, and no longer what was made of them: the sum comes out withou
 """
 
 import contextlib
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
+from omnicomp._torch.exchange import Exchange
+
 __all__ = ["written_before_read"]
 
 
-@contextlib.contextmanager
-def written_before_read() -> Generator[None]:
-    """Inside, a loop that is worked out anew still waits for whatever writes to what it reads.
-
-    The method of torch's scheduler is exchanged, under the compile lock. What it does is done once more at worst, and
-    changes nothing then.
-    """
-    nodes: Any = SchedulerNode
-    original = nodes.recompute_size_and_body
+def _keeping_renames(original: Callable[..., None]) -> Callable[..., None]:
+    """The method, after which what it did is done once more at worst, and changes nothing then."""
 
     def recompute(self: Any, *arguments: Any, **named: Any) -> None:
         by_hand: OrderedSet[Any] = OrderedSet(
@@ -34,8 +29,12 @@ def written_before_read() -> Generator[None]:
         original(self, *arguments, **named)
         self.set_read_writes(self.read_writes.with_read(by_hand).rename(self.mutation_renames))
 
-    nodes.recompute_size_and_body = recompute
-    try:
-        yield
-    finally:
-        nodes.recompute_size_and_body = original
+    return recompute
+
+
+_RENAMES: Final = Exchange(SchedulerNode, "recompute_size_and_body", _keeping_renames)
+
+
+def written_before_read() -> contextlib.AbstractContextManager[None]:
+    """Inside, a loop that is worked out anew still waits for whatever writes to what it reads."""
+    return _RENAMES

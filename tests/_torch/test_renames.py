@@ -3,6 +3,7 @@ import torch
 from torch._inductor.scheduler import SchedulerNode
 
 from omnicomp._torch.renames import written_before_read
+from omnicomp.timeline import Ran, current
 
 
 def rows_and_a_sum(
@@ -13,10 +14,13 @@ def rows_and_a_sum(
 
 
 @pytest.mark.inductor
-def test_a_buffer_is_written_to_before_it_is_read() -> None:
+@pytest.mark.parametrize("lowering", ["inductor", "frozen"])
+@torch.no_grad()
+def test_a_buffer_is_written_to_before_it_is_read(lowering: str) -> None:
     inputs = torch.randn(5, 4), torch.tensor([4, 3, 2, 1, 0]), torch.tensor([0, 2, 4]), torch.randn(3, 4)
-    found = torch.compile(rows_and_a_sum, backend="omni")(*inputs)
+    found = torch.compile(rows_and_a_sum, backend="omni", options={"lowerings": [lowering, "eager"]})(*inputs)
     torch.testing.assert_close(found, rows_and_a_sum(*inputs))
+    assert {event.lowering for event in current() if isinstance(event, Ran)} == {lowering}
 
 
 def test_the_scheduler_is_as_it_was_afterwards() -> None:
