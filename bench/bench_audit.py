@@ -5,7 +5,7 @@
 Targets: a report of 5 000 subgraphs opens in less than 2 s and filters in less than 2 s, in a headless Chromium.
 
 Opening is from the command to load the file until the page has drawn; filtering from a text in the search box until the
-table and the number of rows have been drawn anew. The report is made up (`omnicomp.testing.timelines`).
+table and the number of rows have been drawn anew. The report is made up (`made_timelines`).
 """
 
 import argparse
@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from chromium import Page, chromium, find_chromium
 from harness import markdown_table
+from made_timelines import large_timeline
 
 from omnicomp.audit import build
-from omnicomp.audit.html import to_html
-from omnicomp.audit.jsonform import to_json
-from omnicomp.audit.trace import to_trace
-from omnicomp.audit.tree import to_tree
-from omnicomp.testing.chromium import Page, chromium, find_chromium
-from omnicomp.testing.timelines import large_timeline
+from omnicomp.audit.views.html import to_html
+from omnicomp.audit.views.jsonform import to_json
+from omnicomp.audit.views.trace import to_trace
+from omnicomp.audit.views.tree import to_tree
 
 VIEWS = ("subgraphs", "reasons", "modules", "flame", "graph", "time")
 SEARCHES = ("router", "layers.77", "g++", "aten.addmm inductor", "nothing like it")

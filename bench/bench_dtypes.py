@@ -36,7 +36,7 @@ from harness import (
 
 import omnicomp
 from omnicomp import weights
-from omnicomp._torch.inductor import config_patches
+from omnicomp._torch.inductor.compile_fx import config_patches
 from omnicomp.testing.models import MODELS, SIZES, Case, Size, build
 from omnicomp.timeline import NearMiss, Retreat, Rewrite
 

@@ -14,7 +14,7 @@ from harness import interleave
 from torch import Tensor
 from torch._inductor.output_code import CompiledFxGraph
 
-import omnicomp.autograd
+import omnicomp.backend.autograd
 
 __all__ = ["HEADER", "bench_cuts"]
 
@@ -79,13 +79,13 @@ def _inductor(function: Callable[..., Tensor], *inputs: Tensor) -> CompiledFxGra
 def _cut(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[list[Any]], Sequence[Any]]:
     """What omni makes of a function of which one operator is placed on eager, without what calls it."""
     built: list[Any] = []
-    build_part = omnicomp.autograd.build_part
+    build_part = omnicomp.backend.autograd.build_part
 
     def build(*args: Any) -> Any:
         built.append(build_part(*args))
         return built[-1]
 
     options = {"lowerings": {"aten.erfinv": "eager"}, "summary": False}
-    with mock.patch.object(omnicomp.autograd, "build_part", build):
+    with mock.patch.object(omnicomp.backend.autograd, "build_part", build):
         torch.compile(function, backend="omni", options=options)(*inputs)
     return built[-1]

@@ -20,7 +20,7 @@ HEADER = ["first call", "off s", "on s", "added, as a share", "off / off", "own 
 PROGRAM = """
 import json, os, sys, time, torch
 sys.path[:0] = [{folder!r}]
-import omnicomp, omnicomp.verify
+import omnicomp, omnicomp.runtime.verify
 from omnicomp.testing.models import build
 from omnicomp.timeline import Verification, current
 
@@ -39,7 +39,7 @@ else:
 # What is spent on comparing subgraphs, without the call that is compared.
 own = [0.0]
 
-def counted(self, call, inputs, original=omnicomp.verify.Verifier._verify):
+def counted(self, call, inputs, original=omnicomp.runtime.verify.Verifier._verify):
     def timed(args):
         begin = time.perf_counter()
         outputs = call(args)
@@ -50,7 +50,7 @@ def counted(self, call, inputs, original=omnicomp.verify.Verifier._verify):
     own[0] += time.perf_counter() - begin
     return outputs
 
-omnicomp.verify.Verifier._verify = counted
+omnicomp.runtime.verify.Verifier._verify = counted
 # Inductor's own start-up is paid before the clock starts.
 torch.compile(torch.sin, backend="omni")(torch.ones(3, device=device))
 times = []

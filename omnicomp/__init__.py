@@ -7,7 +7,13 @@ registers a hand-written kernel, and `omnicomp.timeline` has the events themselv
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
+import sys
+import warnings
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from omnicomp import timeline as timeline  # the package itself, so that `omnicomp.timeline.events()` needs no import
@@ -27,12 +33,12 @@ from omnicomp.errors import (
 
 if TYPE_CHECKING:
     from omnicomp import weights
-    from omnicomp.backend import omni
+    from omnicomp.backend.pipeline import omni
+    from omnicomp.backend.wrap_module import wrap_module
     from omnicomp.devices import resolve_device
-    from omnicomp.dtypes import DtypePolicy
     from omnicomp.lowerings.overrides.registry import override
-    from omnicomp.options import Policy
-    from omnicomp.wrap import wrap_module
+    from omnicomp.options.dtype_policy import DtypePolicy
+    from omnicomp.options.policy import Policy
 
     __version__: str
 
@@ -62,12 +68,12 @@ __all__ = [
 
 # What needs torch's compiler is imported when it is first used: reading a timeline needs no torch at all.
 _LAZY: Final = {
-    "omni": "omnicomp.backend",
+    "omni": "omnicomp.backend.pipeline",
     "override": "omnicomp.lowerings.overrides.registry",
-    "Policy": "omnicomp.options",
-    "DtypePolicy": "omnicomp.dtypes",
+    "Policy": "omnicomp.options.policy",
+    "DtypePolicy": "omnicomp.options.dtype_policy",
     "resolve_device": "omnicomp.devices",
-    "wrap_module": "omnicomp.wrap",
+    "wrap_module": "omnicomp.backend.wrap_module",
 }
 
 
@@ -83,3 +89,46 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'omnicomp' has no attribute {name!r}")
+
+
+# Modules that others import by name and that have moved: the former name works for one release, with a warning.
+_MOVED: Final = {
+    "omnicomp.dtypes": "omnicomp.options.dtype_policy",
+    "omnicomp.pytest_plugin": "omnicomp.testing.pytest_plugin",
+    "omnicomp.rules": "omnicomp.options.placement_rules",
+    "omnicomp.sim": "omnicomp.devices.sim",
+    "omnicomp.wrap": "omnicomp.backend.wrap_module",
+}
+
+
+class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module by its former name, and gives the module that it is now."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a former name, or None for every other name."""
+        return importlib.util.spec_from_loader(fullname, self) if self._now(fullname) else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Import the module by the name that it has now."""
+        now = self._now(spec.name)
+        warnings.warn(f"{spec.name} is {now} now; the former name goes in 0.3", DeprecationWarning, stacklevel=2)
+        module = importlib.import_module(now)
+        self._specs[now] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has run; importlib wrote the former name into its spec."""
+        module.__spec__ = self._specs.pop(module.__name__)
+
+    @staticmethod
+    def _now(name: str) -> str:
+        for former, now in _MOVED.items():
+            if name == former or name.startswith(former + "."):
+                return now + name.removeprefix(former)
+        return ""
+
+
+sys.meta_path.append(_MovedModules())

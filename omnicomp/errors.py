@@ -1,11 +1,13 @@
 """The errors that omnicomp raises on purpose; each message is one sentence that says what to do.
 
 `OmnicompError` is what a caller catches. Errors that leave the backend while torch.compile is at work are raised
-through `omnicomp._torch.dynamo.user_error`, which keeps them from being wrapped in a page of compiler frames.
+through `omnicomp._torch.dynamo.control_flow.user_error`, which keeps them from being wrapped in a page of compiler
+frames.
 """
 
 import difflib
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 
 __all__ = [
     "AcknowledgeError",
@@ -19,14 +21,18 @@ __all__ = [
     "LegaliseError",
     "LoweringError",
     "OmnicompError",
+    "Once",
     "OptionError",
     "OverrideError",
     "PassError",
     "ReportError",
     "TimelineError",
     "WrongResultError",
+    "harmless",
     "nearest",
 ]
+
+log = logging.getLogger("omnicomp")
 
 
 class OmnicompError(Exception):
@@ -106,3 +112,43 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f'; did you mean "{matches[0]}"?' if matches else ""
+
+
+class harmless:
+    """Inside, an exception is logged with its traceback, and what follows the block goes on.
+
+    For what only tells of the program: its results are there already, and must not be lost with the record of them.
+    """
+
+    def __init__(self, what: str) -> None:
+        """Say what is lost, should it raise."""
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        said = "omni: %s could not be recorded, and the program goes on without that; report the error"
+        log.warning(said, self._what, exc_info=error)
+        return True
+
+
+class Once:
+    """A function that runs at its first call and never again, also when threads race for it.
+
+    It records something: should it raise, that is logged, and the caller goes on.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._pending = [function]
+
+    def __call__(self) -> None:
+        """Run the function, unless it has run or is running."""
+        try:
+            function = self._pending.pop()  # atomic: exactly one thread gets it
+        except IndexError:
+            return
+        with harmless("what ran"):
+            function()

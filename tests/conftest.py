@@ -16,7 +16,7 @@ import reports  # noqa: E402
 import torch  # noqa: E402
 
 import omnicomp  # noqa: E402
-from omnicomp.audit import jsonform  # noqa: E402
+from omnicomp.audit.views import jsonform  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from omnicomp._torch.afresh import is_symbolic
-from omnicomp._torch.registrations import settle_dynamo
+from omnicomp._torch.dynamo.registrations import settle_dynamo
+from omnicomp._torch.inductor.own_context import is_symbolic
 
 __all__ = [
     "StorageWeakRef",

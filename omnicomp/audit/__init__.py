@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from os import PathLike
 
-from omnicomp.audit.builder import build, fold
-from omnicomp.audit.changes import AuditDiff, Change, Measure
-from omnicomp.audit.compare import compare
+from omnicomp.audit.diff.changes import AuditDiff, Change, Measure
+from omnicomp.audit.diff.compare import compare
 from omnicomp.audit.facts import Environment, Fallback, MemoryUse, Merge, Setting, Shares, Sites, TimeUse
+from omnicomp.audit.fold import build, fold
 from omnicomp.audit.model import AUDIT_SCHEMA, Audit, GraphAudit, PartAudit, SubgraphAudit
 from omnicomp.audit.source import load
-from omnicomp.audit.why import Why, why
+from omnicomp.audit.views.why import Why, why
 from omnicomp.timeline import Event, current
 
 __all__ = [

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from omnicomp.audit.model import Audit, GraphAudit
-from omnicomp.audit.summary import plural
+from omnicomp.audit.views.summary import plural
 from omnicomp.timeline import Retreat
 
 __all__ = ["facts_of"]

@@ -3,7 +3,8 @@
 An identity is text such as `layers.3.attn/forward/5f0c2a9b41de-83b01c77`: where it comes from (the path that all of its
 module paths begin with, else the name of the compiled function), which part it belongs to, and its fingerprint: a hash
 of its operators with the dtypes of their results, a hyphen, and a hash that counts the classes of their sizes as well
-(`omnicomp.content`). Neither numbers, names of nodes, file names, lines, devices' numbers nor the order of nodes are in
+(`omnicomp.analysis.stable_identity`). Neither numbers, names of nodes, file names, lines, devices' numbers nor the
+order of nodes are in
 it, so it is the same in other processes, on other machines and on other ranks. Equal ones of an audit are told apart by
 `~2`, `~3`, …: those of graphs in the order of capture, those of subgraphs in the order of their graphs' identities.
 """

@@ -1,6 +1,6 @@
 """The report model: what the events of a timeline add up to, as frozen dataclasses.
 
-The model holds facts and the few questions that every view asks of them; `omnicomp.audit.builder` makes it, and one
+The model holds facts and the few questions that every view asks of them; `omnicomp.audit.fold` makes it, and one
 module for each view (`summary`, `text`, `html`, `jsonform`) shows it.
 """
 
@@ -32,7 +32,7 @@ from omnicomp.timeline import (
 )
 
 if TYPE_CHECKING:
-    from omnicomp.audit.why import Why
+    from omnicomp.audit.views.why import Why
 
 __all__ = ["AUDIT_SCHEMA", "SHARE_BASES", "Audit", "GraphAudit", "PartAudit", "SubgraphAudit"]
 
@@ -357,46 +357,46 @@ class Audit:
 
     def summary(self) -> str:
         """One line: shares, attention, retreats, and whether what ran is what was planned."""
-        from omnicomp.audit.summary import summary
+        from omnicomp.audit.views.summary import summary
 
         return summary(self)
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        from omnicomp.audit.text import to_text
+        from omnicomp.audit.views.text import to_text
 
         return to_text(self)
 
     def to_json(self) -> str:
         """The JSON form that `docs/audit.md` describes."""
-        from omnicomp.audit.jsonform import to_json
+        from omnicomp.audit.views.jsonform import to_json
 
         return to_json(self)
 
     def why(self, name: str) -> "Why":
-        """The whole chain of reasons about a module, operator, node, line, pass or option; see `omnicomp.audit.why`.
+        """The whole chain of reasons about a module, operator, node, line, pass or option.
 
         Raises:
             ReportError: the report has nothing of that name.
         """
-        from omnicomp.audit.why import why
+        from omnicomp.audit.views.why import why
 
         return why(self, name)
 
     def to_html(self) -> str:
         """One HTML file that needs nothing else."""
-        from omnicomp.audit.html import to_html
+        from omnicomp.audit.views.html import to_html
 
         return to_html(self)
 
     def stable(self) -> dict[str, Any]:
         """The JSON form without what differs between two runs of one program: times, artefacts, cache verdicts."""
-        from omnicomp.audit.jsonform import stable
+        from omnicomp.audit.views.jsonform import stable
 
         return stable(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from omnicomp.audit.text import renderables
+        from omnicomp.audit.views.text import renderables
 
         yield from renderables(self)
 

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from omnicomp.audit.builder import fold
-from omnicomp.audit.jsonform import from_json, to_dict
+from omnicomp.audit.fold import fold
 from omnicomp.audit.model import Audit
+from omnicomp.audit.views.jsonform import from_json, to_dict
 from omnicomp.errors import TimelineError
 from omnicomp.timeline import Boundary, Capture, Event
 from omnicomp.timeline.files import TimelineReader

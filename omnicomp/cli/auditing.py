@@ -8,11 +8,11 @@ from typing import Final
 from rich.console import Console, Group, RenderableType
 
 from omnicomp.audit import Audit, audit
-from omnicomp.audit.fleet import Fleet, fleet
-from omnicomp.audit.html import to_html
-from omnicomp.audit.trace import to_trace
-from omnicomp.audit.tree import to_tree, tree_renderables
-from omnicomp.audit.why import why
+from omnicomp.audit.fleet.runs import Fleet, fleet
+from omnicomp.audit.views.html import to_html
+from omnicomp.audit.views.trace import to_trace
+from omnicomp.audit.views.tree import to_tree, tree_renderables
+from omnicomp.audit.views.why import why
 from omnicomp.cli.views import FORMATS, format_of, render, write
 from omnicomp.errors import OmnicompError, nearest
 

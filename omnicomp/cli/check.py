@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from omnicomp.acknowledge import load
 from omnicomp.audit import Audit
-from omnicomp.audit.annotations import to_annotations
-from omnicomp.audit.checkviews import to_json, to_text
-from omnicomp.audit.fleet import timelines
-from omnicomp.audit.gate import judge
-from omnicomp.audit.junit import to_junit
-from omnicomp.audit.markdown import to_markdown
+from omnicomp.audit.fleet.runs import timelines
+from omnicomp.audit.gate.annotations import to_annotations
+from omnicomp.audit.gate.judge import judge
+from omnicomp.audit.gate.junit import to_junit
+from omnicomp.audit.gate.markdown import to_markdown
+from omnicomp.audit.gate.verdict import Verdict
+from omnicomp.audit.gate.views import to_json, to_text
 from omnicomp.audit.source import load as load_report
-from omnicomp.audit.verdict import Verdict
 from omnicomp.cli.views import write
 from omnicomp.errors import OmnicompError, TimelineError, nearest
-from omnicomp.fallback_budget import FallbackBudget, parse_share
+from omnicomp.options.acknowledged import load
+from omnicomp.options.fallback_limits import FallbackBudget, parse_share
 
 __all__ = ["FORMATS", "reports", "run_check"]
 

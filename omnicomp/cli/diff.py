@@ -8,7 +8,7 @@ from typing import Final
 from omnicomp.audit import AuditDiff, diff
 from omnicomp.cli.views import write
 from omnicomp.errors import OmnicompError, nearest
-from omnicomp.printable import one_line
+from omnicomp.timeline.printable import one_line
 
 __all__ = ["FORMATS", "run_diff"]
 

@@ -17,17 +17,18 @@ from typing import Any, Final
 import torch
 
 import omnicomp
-from omnicomp._torch import privateuse, registrations
-from omnicomp._torch.inductor import cache_dir
+from omnicomp._torch.devices import privateuse
+from omnicomp._torch.dynamo import registrations
+from omnicomp._torch.inductor.compile_fx import cache_dir
 from omnicomp.devices import GROUP, Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
-from omnicomp.dtypes import PRESET_OF, short
-from omnicomp.engine_names import engine_names
 from omnicomp.errors import DeviceError
 from omnicomp.lowerings.engines import Engine, resolve_engine
+from omnicomp.options.dtype_policy import PRESET_OF, short
+from omnicomp.options.engine_names import engine_names
 from omnicomp.passes.dtypes.resolve import slowness
-from omnicomp.speeds import measured
-from omnicomp.timeline.sinks import ENVIRONMENT_VARIABLE, expand
+from omnicomp.passes.dtypes.speeds import measured
+from omnicomp.timeline.sinks.jsonl import ENVIRONMENT_VARIABLE, expand
 
 __all__ = ["Check", "enable_simulated", "examine", "to_json", "to_text"]
 
@@ -66,11 +67,11 @@ def enable_simulated(device: str | None) -> None:
     """
     if device is None or device.split(":", 1)[0] != "sim":
         return
-    import omnicomp.sim
-    from omnicomp.sim import build
+    import omnicomp.devices.sim
+    from omnicomp.devices.sim import build
 
     if build.is_built() or not build.missing():
-        omnicomp.sim.enable()
+        omnicomp.devices.sim.enable()
 
 
 def examine(device: str | None = None) -> list[Check]:
@@ -145,7 +146,7 @@ def _omnicomp() -> Iterator[Check]:
 def _entry_point() -> Iterator[Check]:
     name = 'backend "omni"'
     entries = list(importlib.metadata.entry_points(group=_BACKENDS, name="omni"))
-    ours = [entry for entry in entries if entry.value == "omnicomp.backend:omni"]
+    ours = [entry for entry in entries if entry.value == "omnicomp.backend.pipeline:omni"]
     others = sorted({entry.value for entry in entries} - {entry.value for entry in ours})
     if not ours:
         found = f"the entry point omni of {_BACKENDS} is {', '.join(others) if others else 'not there'}"
@@ -382,7 +383,7 @@ def _timeline() -> Iterator[Check]:
 
 def _attestation() -> Iterator[Check]:
     """Whether the audit catches executables that lie about what they run."""
-    from omnicomp.attestation import LIES, self_test
+    from omnicomp.testing.audit_self_test import LIES, self_test
 
     wrong = self_test()
     if wrong:

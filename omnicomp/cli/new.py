@@ -1,4 +1,4 @@
-"""`omnicomp new`: a package for a device or an engine from outside, complete, from `omnicomp/templates`."""
+"""`omnicomp new`: a package for a device or an engine from outside, complete, from `omnicomp/cli/templates`."""
 
 import keyword
 import re
@@ -8,12 +8,11 @@ from typing import Final
 
 import torch
 
-import omnicomp
-from omnicomp._torch import privateuse
+from omnicomp._torch.devices import privateuse
 from omnicomp.devices import device_names
-from omnicomp.engine_names import engine_names
 from omnicomp.errors import DeviceError, EngineError, OmnicompError
 from omnicomp.lowerings import LOWERINGS
+from omnicomp.options.engine_names import engine_names
 
 __all__ = [
     "ENGINE_TEMPLATES",
@@ -26,7 +25,7 @@ __all__ = [
     "write_engine",
 ]
 
-TEMPLATES: Final = Path(omnicomp.__file__).parent / "templates" / "device"
+TEMPLATES: Final = Path(__file__).parent / "templates" / "device"
 ENGINE_TEMPLATES: Final = TEMPLATES.with_name("engine")
 _SUFFIX: Final = ".in"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from omnicomp._torch.registrations import backend_names, default_backend, lookup_backend, settle_dynamo
+from omnicomp._torch.dynamo.registrations import backend_names, default_backend, lookup_backend, settle_dynamo
 
 __all__ = ["Redirected", "redirected"]
 
@@ -105,6 +105,6 @@ def _name() -> Any:
     """The backend by name; the function itself where omnicomp runs from a checkout that was never installed."""
     if "omni" in backend_names():
         return "omni"
-    from omnicomp.backend import omni
+    from omnicomp.backend.pipeline import omni
 
     return omni

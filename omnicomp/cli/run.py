@@ -17,9 +17,9 @@ from omnicomp.cli import redirect
 from omnicomp.cli.redirect import Redirected, redirected
 from omnicomp.cli.views import check_writable, format_of, render, write
 from omnicomp.errors import OmnicompError, OptionError
-from omnicomp.options import parse
-from omnicomp.printable import one_line
+from omnicomp.options.policy import parse
 from omnicomp.timeline import JsonLinesSink, current
+from omnicomp.timeline.printable import one_line
 
 __all__ = ["Program", "parse_options", "run"]
 

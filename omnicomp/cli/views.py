@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Final
 
 from omnicomp.audit import Audit
-from omnicomp.audit.fleet import Fleet
+from omnicomp.audit.fleet.runs import Fleet
 from omnicomp.errors import OmnicompError
-from omnicomp.printable import one_line
+from omnicomp.timeline.printable import one_line
 
 __all__ = ["FORMATS", "check_writable", "format_of", "render", "write"]
 

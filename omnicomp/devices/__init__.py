@@ -15,7 +15,7 @@ from omnicomp.devices.cuda import CudaDevice
 from omnicomp.devices.generic import GenericDevice
 from omnicomp.devices.mps import MpsDevice
 from omnicomp.devices.npu import NpuDevice
-from omnicomp.devices.sim import SimDevice
+from omnicomp.devices.sim.device import SimDevice
 from omnicomp.devices.xpu import XpuDevice
 from omnicomp.errors import DeviceError, nearest
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
-from omnicomp._torch.inductor import compile_part, has_inductor
+from omnicomp._torch.inductor.compile_fx import compile_part, has_inductor
 
 __all__ = ["MEMORY_KEYS", "Capabilities", "Device", "move_module"]
 

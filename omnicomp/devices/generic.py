@@ -2,7 +2,7 @@
 
 import torch
 
-from omnicomp._torch.inductor import has_inductor
+from omnicomp._torch.inductor.compile_fx import has_inductor
 from omnicomp.devices.base import Capabilities, Device
 
 __all__ = ["GenericDevice"]

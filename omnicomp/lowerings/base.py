@@ -7,11 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.lookups import Lookup
-from omnicomp.cache_keys import KeyParts
+from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp.analysis.provenance import Places
+from omnicomp.builder.cache_keys import KeyParts
 from omnicomp.devices import Device
-from omnicomp.options import Policy
-from omnicomp.places import Places
+from omnicomp.options.policy import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
 
 __all__ = ["Executable", "Lowering", "LoweringContext", "Support"]

@@ -6,10 +6,10 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.flex import FLEX_BACKWARD, backward_without_kernel
+from omnicomp._torch.autograd.flex import FLEX_BACKWARD, backward_without_kernel
 from omnicomp._torch.fx import boxed
-from omnicomp.graphs import fake_value, op_name, source_line
-from omnicomp.layouts import Layout, layout_of, restride
+from omnicomp.analysis.layouts import Layout, layout_of, restride
+from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch import inductor
-from omnicomp._torch.decompose import with_decompositions
-from omnicomp._torch.lookups import Lookup
-from omnicomp.graphs import fake_value, op_name
-from omnicomp.layouts import depends_on_data, layout_of, restride
+from omnicomp._torch.autograd.decompose import with_decompositions
+from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
+from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
@@ -23,7 +23,7 @@ class InductorLowering:
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Everything: what Inductor has no code generator for, it calls as an external kernel itself."""
-        if inductor.has_inductor(context.device.type):
+        if compile_fx.has_inductor(context.device.type):
             return None
         return Reason(
             code="lowering_excluded",
@@ -43,12 +43,12 @@ class InductorLowering:
         if context.undecomposed:
             module = with_decompositions(module, inputs, context.part)
         kwargs = dict(context.inductor_kwargs)
-        kwargs.update(cudagraphs=inductor.no_cudagraphs(), static_input_idxs=())
+        kwargs.update(cudagraphs=compile_fx.no_cudagraphs(), static_input_idxs=())
         lookups: list[Lookup] = []
-        with inductor.subgraph_context(inputs):
-            compiled = inductor.compile_part(module, inputs, "", lookups, **kwargs)
+        with compile_fx.subgraph_context(inputs):
+            compiled = compile_fx.compile_part(module, inputs, "", lookups, **kwargs)
         result = executable(compiled)
-        result.lookups, result.call = tuple(lookups), inductor.direct(compiled)
+        result.lookups, result.call = tuple(lookups), compile_fx.direct(compiled)
         if any(map(depends_on_data, predicted)):
             layouts, run = list(map(layout_of, predicted)), result.call
             result.call = lambda arguments: list(map(restride, run(arguments), layouts))
@@ -57,13 +57,13 @@ class InductorLowering:
 
 def executable(compiled: Any) -> Executable:
     """Wrap what Inductor built, with its generated module as evidence."""
-    path, key = inductor.artefact_path(compiled), inductor.artefact_key(compiled)
+    path, key = compile_fx.artefact_path(compiled), compile_fx.artefact_key(compiled)
 
     def attest() -> tuple[str, dict[str, int]]:
         evidence = f"{path} (key {key})" if key else path or "a graph without operators"
-        return evidence, inductor.external_kernels(compiled)
+        return evidence, compile_fx.external_kernels(compiled)
 
-    written, generated = inductor.overwritten_inputs(compiled), inductor.generated_python(compiled)
+    written, generated = compile_fx.overwritten_inputs(compiled), compile_fx.generated_python(compiled)
     return Executable(
         lowering="inductor",
         call=compiled,

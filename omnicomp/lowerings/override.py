@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.autograd.overrides import HigherOrderOperator, OpOverload
 from omnicomp._torch.fx import boxed
-from omnicomp._torch.overrides import HigherOrderOperator, OpOverload
-from omnicomp.graphs import op_name
+from omnicomp.analysis.nodes import op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.overrides.registry import Override, registered
 from omnicomp.lowerings.overrides.tag import Matched, matched_block

@@ -10,7 +10,7 @@ from typing import Final
 
 from torch.fx import GraphModule, Node
 
-from omnicomp.graphs import op_name, source_line
+from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.passes.attention.candidates import candidates
 from omnicomp.passes.attention.match import match
 from omnicomp.passes.attention.nodes import is_pure, kind

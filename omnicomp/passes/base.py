@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import run_on_fakes
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
-from omnicomp.activity import activity
+from omnicomp.analysis.nodes import module_path, op_name, source_line, submodules
 from omnicomp.devices import Device
 from omnicomp.errors import PassError
-from omnicomp.graphs import module_path, op_name, source_line, submodules
-from omnicomp.options import Policy
-from omnicomp.speculation import Assumption
+from omnicomp.options.policy import Policy
+from omnicomp.passes.assumptions import Assumption
 from omnicomp.timeline import NearMiss, PassRun, Reason, Rewrite, Timeline
+from omnicomp.timeline.activity import activity
 
 __all__ = ["Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
 
@@ -114,7 +114,8 @@ class Pass(Protocol):
     """One rewrite of a Dynamo graph.
 
     The graph holds torch functions, methods and HOPs as Dynamo recorded them; every tensor node has a fake tensor in
-    `meta["example_value"]`, and a pass gives one to every node that it inserts (`omnicomp.graphs.insert_call` does).
+    `meta["example_value"]`, and a pass gives one to every node that it inserts (`omnicomp.analysis.nodes.insert_call`
+    does).
     A pass must not edit a region that it did not understand, and must leave no dead nodes behind.
     """
 

@@ -19,11 +19,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from omnicomp.calibration import must_stay_wide
-from omnicomp.dtypes import DtypePolicy, short
-from omnicomp.graphs import op_name
+from omnicomp.analysis.nodes import op_name
+from omnicomp.options.dtype_policy import DtypePolicy, short
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.analysis import exactness, is_floating_work, is_plain_call, wide_cast
+from omnicomp.passes.dtypes.calibrate import must_stay_wide
 from omnicomp.passes.dtypes.fp8 import FLOAT8, in_fp8
 from omnicomp.passes.dtypes.operators import BUNDLES, FLOAT32_AT_LEAST, is_optimizer, kind
 from omnicomp.passes.dtypes.resolve import NAME, resolve, unsupported, warn_if_slow

@@ -13,7 +13,7 @@ and lower products by those. Last, as a pass may put in what the program did not
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
-from omnicomp.graphs import op_name
+from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.dtypes import Legal

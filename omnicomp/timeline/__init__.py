@@ -4,6 +4,7 @@ from typing import Any
 
 from omnicomp.timeline.boundaries import Boundary
 from omnicomp.timeline.candidates import Candidate
+from omnicomp.timeline.durations import Stage, Timing
 from omnicomp.timeline.events import (
     SCHEMA_VERSION,
     Attempt,
@@ -29,8 +30,7 @@ from omnicomp.timeline.kinds import EVENT_TYPES
 from omnicomp.timeline.levels import backend_timeline as _levels
 from omnicomp.timeline.reasons import CODES, Reason
 from omnicomp.timeline.recorder import Sink, Timeline, current, rank
-from omnicomp.timeline.sinks import JsonLinesSink, attach, read_events
-from omnicomp.timeline.spent import Stage, Timing
+from omnicomp.timeline.sinks.jsonl import JsonLinesSink, attach, read_events
 
 __all__ = [
     "CODES",

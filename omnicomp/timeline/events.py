@@ -86,7 +86,7 @@ class Capture(Event):
         effective: the value of every option as it took effect, as text.
         origins: who gave each of them its value: `options`, `mode …`, `environment …` or `default`.
         module: the path that all of its module paths begin with, or empty.
-        fingerprint: what the graph consists of, as `omnicomp.content.content` tells it.
+        fingerprint: what the graph consists of, as `omnicomp.analysis.stable_identity.content` tells it.
         device_name: name of the device for a person, or empty.
         platform: operating system and machine type, for example `Linux x86_64`.
         pid: the process.
@@ -238,7 +238,7 @@ class Subgraph(Event):
         modules: up to eight module paths that its nodes come from.
         sources: up to eight `file:line` that its nodes come from.
         module: the path that all of its module paths begin with; empty for a whole part, which has its graph's.
-        fingerprint: what it consists of, as `omnicomp.content.content` tells it.
+        fingerprint: what it consists of, as `omnicomp.analysis.stable_identity.content` tells it.
         refused: names of up to eight of its nodes that an earlier lowering of the policy refused.
     """
 

@@ -4,6 +4,7 @@ from typing import Final
 
 from omnicomp.timeline.boundaries import Boundary
 from omnicomp.timeline.candidates import Candidate
+from omnicomp.timeline.durations import Stage, Timing
 from omnicomp.timeline.events import (
     Attempt,
     Cache,
@@ -23,7 +24,6 @@ from omnicomp.timeline.events import (
     Verification,
     Weights,
 )
-from omnicomp.timeline.spent import Stage, Timing
 
 __all__ = ["EVENT_TYPES"]
 

@@ -145,6 +145,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def current() -> Timeline:
-    """The timeline of this process, or what stands in for it while something is tried (`omnicomp.timeline.drafts`)."""
+    """The timeline of this process, or what stands in for it while something is tried (`omnicomp.timeline.scratch`)."""
     draft = drafts.get()  # an empty one is false
     return _current if draft is None else draft

@@ -12,17 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omnicomp.audit import Audit, build, checkviews, whytext
-from omnicomp.audit.annotations import to_annotations
-from omnicomp.audit.fleet import fleet
-from omnicomp.audit.gate import judge
-from omnicomp.audit.jsonform import to_dict
-from omnicomp.audit.junit import to_junit
-from omnicomp.audit.markdown import to_markdown
+from omnicomp.audit import Audit, build
+from omnicomp.audit.fleet.runs import fleet
+from omnicomp.audit.gate import views
+from omnicomp.audit.gate.annotations import to_annotations
+from omnicomp.audit.gate.judge import judge
+from omnicomp.audit.gate.junit import to_junit
+from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.source import load
-from omnicomp.audit.trace import to_trace
-from omnicomp.audit.tree import to_tree
-from omnicomp.audit.why import why
+from omnicomp.audit.views import whytext
+from omnicomp.audit.views.jsonform import to_dict
+from omnicomp.audit.views.trace import to_trace
+from omnicomp.audit.views.tree import to_tree
+from omnicomp.audit.views.why import why
 from omnicomp.errors import OmnicompError, ReportError
 from omnicomp.timeline import Event
 
@@ -75,7 +77,7 @@ def shown(found: Audit) -> None:
 def judged(found: Audit, folder: Path) -> None:
     """Make every view of the verdict on its fallbacks."""
     verdicts = [judge(found, name="<b id=hostile>\x1b[2J")]
-    assert "\x1b" not in checkviews.to_text(verdicts) + to_markdown(verdicts)
+    assert "\x1b" not in views.to_text(verdicts) + to_markdown(verdicts)
     assert not any(markup in to_markdown(verdicts) for markup in MARKUP)
     ElementTree.fromstring(to_junit(verdicts).encode())
     assert all(line.startswith("::") for line in to_annotations(verdicts, folder).splitlines())

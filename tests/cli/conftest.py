@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.backends import registry
 
-from omnicomp._torch.registrations import backend_names
+from omnicomp._torch.dynamo.registrations import backend_names
 from omnicomp.cli import main
 from omnicomp.timeline import Capture, Ran, Subgraph, current
 

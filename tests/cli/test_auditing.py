@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_timelines import large_timeline
 
-from omnicomp.testing.timelines import large_timeline
 from omnicomp.timeline import JsonLinesSink, Timeline
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,14 +11,14 @@ from torch._inductor import lowering
 from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
-from omnicomp import verdicts
+from omnicomp.builder import known_failures
+from omnicomp.builder.known_failures import CACHE, Entry
+from omnicomp.builder.repro import script_of, write_script
 from omnicomp.cli import app
 from omnicomp.cli.bisect import run_script
 from omnicomp.errors import OmnicompError
-from omnicomp.kept import folder, write_whole
-from omnicomp.repro import script_of, write_script
+from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Reason
-from omnicomp.verdicts import CACHE, Entry
 
 SIN = torch.ops.aten.sin.default
 
@@ -64,7 +64,7 @@ def test_what_is_known_is_listed_and_forgotten() -> None:
     ):
         assert piece in output
     assert "Forgot 2 verdicts" in bisect("--forget", path).output
-    assert verdicts.entries() == []
+    assert known_failures.entries() == []
 
 
 @pytest.mark.inductor

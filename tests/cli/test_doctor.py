@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from omnicomp._torch import registrations
+from omnicomp._torch.dynamo import registrations
 from omnicomp.cli import doctor
 from omnicomp.cli.doctor import Check, examine
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.devices.cuda import CudaDevice
 from omnicomp.devices.inductor import Piece, registration
-from omnicomp.sim.build import build_folder
+from omnicomp.devices.sim.build import build_folder
 
 Command = Callable[..., tuple[int, str, str]]
 # The folder that the simulated device is built in, before a test has one of its own.
@@ -213,12 +213,12 @@ def test_the_simulated_device_is_enabled_to_be_checked() -> None:
 
 def test_the_simulated_device_is_enabled_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     enabled: list[str] = []
-    monkeypatch.setattr("omnicomp.sim.enable", lambda: enabled.append("sim"))
-    monkeypatch.setattr("omnicomp.sim.build.is_built", lambda: False)
-    monkeypatch.setattr("omnicomp.sim.build.missing", lambda: ["a C++ compiler"])
+    monkeypatch.setattr("omnicomp.devices.sim.enable", lambda: enabled.append("sim"))
+    monkeypatch.setattr("omnicomp.devices.sim.build.is_built", lambda: False)
+    monkeypatch.setattr("omnicomp.devices.sim.build.missing", lambda: ["a C++ compiler"])
     for device in (None, "cpu", "sim"):
         doctor.enable_simulated(device)
     assert not enabled, "nothing is built where it can't be"
-    monkeypatch.setattr("omnicomp.sim.build.missing", lambda: [])
+    monkeypatch.setattr("omnicomp.devices.sim.build.missing", lambda: [])
     doctor.enable_simulated("sim:1")
     assert enabled == ["sim"]

@@ -14,8 +14,8 @@ from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 
-from omnicomp._torch.device_codegen import DeviceWrapper, python_wrapper
-from omnicomp._torch.identity import compilers
+from omnicomp._torch.devices.codegen import DeviceWrapper, python_wrapper
+from omnicomp._torch.inductor.versions import compilers
 from omnicomp.devices.inductor import DeviceSpec, LaunchLimits, RegistrationError, register, registration
 from omnicomp.devices.inductor.checks import CPP_MEMBERS
 from omnicomp.errors import DeviceError
@@ -203,7 +203,7 @@ def test_what_generates_code_is_in_the_key() -> None:
 def test_an_edited_class_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     source = (
-        "from omnicomp._torch.device_codegen import DeviceWrapper\n\n\nclass Mine(DeviceWrapper):\n    launch = {!r}\n"
+        "from omnicomp._torch.devices.codegen import DeviceWrapper\n\n\nclass Mine(DeviceWrapper):\n    launch = {!r}\n"
     )
 
     def written(text: str) -> Any:

@@ -16,8 +16,8 @@ from torch._inductor.runtime import triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp._torch import cpp
-from omnicomp._torch.launch import LIMITS, limited, limited_grid, rounded
+from omnicomp._torch.devices.launch_limits import LIMITS, limited, limited_grid, rounded
+from omnicomp._torch.inductor import cpp
 from omnicomp.devices.inductor import DeviceSpec, LaunchLimits, register
 
 __all__ = ["clean"]
@@ -153,7 +153,7 @@ def reduction(x: torch.Tensor) -> Any:
 @pytest.mark.usefixtures("devices")
 def test_the_kernels_of_the_device_carry_their_limits() -> None:
     code = source(pointwise, 4096 * 97, device=NAME)
-    assert "@omnicomp._torch.launch.limited(num_warps=1" in code
+    assert "@omnicomp._torch.devices.launch_limits.limited(num_warps=1" in code
     assert "'grid_type': 'OmnicompGrid1D'" in code
     assert "'omnicomp_limits': {'max_grid': 48, 'grid_multiple': 48}" in code
     assert "warp_size=64" in code

@@ -10,7 +10,7 @@ from torch import nn
 
 import omnicomp
 from omnicomp import weights
-from omnicomp._torch.precision import tf32_settings
+from omnicomp._torch.devices.precision import tf32_settings
 from omnicomp.timeline import Capture, Option, Retreat, Rewrite
 
 pytestmark = [

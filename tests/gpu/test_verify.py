@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import omnicomp
-from omnicomp.generators import generator_states
+from omnicomp.analysis.random_state import generator_states
 from omnicomp.lowerings.overrides import trust
 from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.timeline import Retreat, Verification, current

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from omnicomp.analysis.nodes import op_name
 from omnicomp.devices.cpu import CpuDevice
-from omnicomp.graphs import op_name
 from omnicomp.lowerings import in_order
 from omnicomp.timeline import Placement, Ran, Retreat, current
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.timeline import Timeline
 
 CONTEXT = LoweringContext(

@@ -12,7 +12,7 @@ import omnicomp
 from omnicomp.errors import OptionError, OverrideError
 from omnicomp.lowerings.override import reference_of
 from omnicomp.lowerings.overrides.registry import GROUP, broken, digest, registered, select, unregister
-from omnicomp.options import parse
+from omnicomp.options.policy import parse
 from omnicomp.timeline import Option, Placement, Ran, Reason, Subgraph, current
 
 NAME = "test_override"

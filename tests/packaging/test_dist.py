@@ -48,11 +48,11 @@ def test_the_wheel_holds_the_package_and_nothing_at_the_top_level(wheel: Path) -
     assert "omnicomp/lowerings/overrides/softmax_topk/cpu.py" in names
     assert {"omnicomp/py.typed", "omnicomp/audit/schema/report-2.json"} <= set(names)
     assert {"omnicomp/audit/page/page.css", "omnicomp/audit/page/app.js"} <= set(names)
-    assert {"omnicomp/sim/csrc/runtime.cpp", "omnicomp/sim/csrc/runtime.h"} <= set(names)
+    assert {"omnicomp/devices/sim/csrc/runtime.cpp", "omnicomp/devices/sim/csrc/runtime.h"} <= set(names)
     assert {
-        "omnicomp/templates/device/pyproject.toml.in",
-        "omnicomp/templates/engine/package/engine.py.in",
-        "omnicomp/templates/device/package/csrc/driver.cpp.in",
+        "omnicomp/cli/templates/device/pyproject.toml.in",
+        "omnicomp/cli/templates/engine/package/engine.py.in",
+        "omnicomp/cli/templates/device/package/csrc/driver.cpp.in",
     } <= set(names)
 
 

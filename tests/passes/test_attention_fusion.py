@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from fusion import FLASH, Backend, compiled, fuse, inputs, plain
 
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.timeline import NearMiss, PassRun, Rewrite
 
 

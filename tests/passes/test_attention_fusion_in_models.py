@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from fusion import Backend, compiled, inputs, plain
 
 from omnicomp.devices import resolve_device
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.timeline import Rewrite, Timeline

@@ -8,10 +8,10 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from omnicomp.analysis.nodes import insert_call
 from omnicomp.devices import resolve_device
 from omnicomp.errors import PassError
-from omnicomp.graphs import insert_call
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.base import PassContext, PassResult, digest, run_pipeline
 from omnicomp.timeline import PassRun, Timeline
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from omnicomp._torch import opinfo
-from omnicomp._torch.decompose import decomposed
+from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.engines import Engine, Subgraph
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.timeline import current
 
 __all__ = ["Call", "calls", "difference", "refusal", "subgraph_of"]

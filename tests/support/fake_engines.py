@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.fx import GraphModule, Interpreter
 
-from omnicomp import engine_names
 from omnicomp.lowerings import engines
 from omnicomp.lowerings.engines import Clustering, Engine, EngineExecutable, Subgraph
 from omnicomp.lowerings.engines.base import Session
 from omnicomp.lowerings.engines.store import store
+from omnicomp.options import engine_names
 
 aten = torch.ops.aten
 OPERATORS = (

@@ -111,7 +111,7 @@ def planted(place: Place, when: str) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _parts_in(parts: list[str]) -> Iterator[None]:
     """Keep the part that is being built at the end of a list."""
-    from omnicomp import autograd
+    from omnicomp.backend import autograd
 
     original = autograd.build_part
 
@@ -186,6 +186,6 @@ def pretended(fails: Callable[[str, set[str]], bool]) -> Iterator[None]:
 
     with (
         mock.patch("omnicomp.lowerings.inductor.InductorLowering.lower", lower),
-        mock.patch("omnicomp._torch.inductor.compile_part", whole),
+        mock.patch("omnicomp._torch.inductor.compile_fx.compile_part", whole),
     ):
         yield

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Scores
 

@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch._dynamo.backends.debugging import aot_eager
 
 from omnicomp.devices import resolve_device
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.timeline import NearMiss, Rewrite, Timeline

@@ -45,9 +45,9 @@ def crash_in_exp() -> None:
 
 def crash_in_exp_of_sim() -> None:
     """Let `exp` on the simulated device end the interpreter."""
-    import omnicomp.sim
+    import omnicomp.devices.sim
 
-    omnicomp.sim.enable()
+    omnicomp.devices.sim.enable()
     library = torch.library.Library("aten", "IMPL")
     library.impl("exp.out", lambda x, *, out: os.abort(), "PrivateUse1", allow_override=True)
     _kept.append(library)

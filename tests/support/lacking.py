@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch import aot
+from omnicomp._torch.autograd import aot_autograd
 from omnicomp.devices import Capabilities
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.legal.dtypes import INTEGERS
 from omnicomp.passes.legal.scan import without_missing_autocast
@@ -158,7 +158,7 @@ class Backend:
             return call
 
         with without_missing_autocast(self.device, self.context.policy):
-            return aot.compile_graph(module, inputs, build)
+            return aot_autograd.compile_graph(module, inputs, build)
 
     def of(self, kind: Any) -> list[Any]:
         """The events of a type."""

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from omnicomp.devices import resolve_device
-from omnicomp.dtypes import parse_dtype_policy
-from omnicomp.options import Policy
+from omnicomp.options.dtype_policy import parse_dtype_policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.timeline import Timeline

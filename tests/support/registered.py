@@ -9,7 +9,7 @@ import torch
 from torch._dynamo import device_interface
 from torch._inductor.codegen import common
 
-from omnicomp._torch import device_registry
+from omnicomp._torch.devices import registry as device_registry
 
 NAME = "maia"
 OTHER = "hpu"

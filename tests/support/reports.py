@@ -12,8 +12,8 @@ except ModuleNotFoundError:
     Draft202012Validator = None
 
 from omnicomp.audit import Audit
-from omnicomp.audit.jsonform import from_dict, to_dict
 from omnicomp.audit.schema import generate
+from omnicomp.audit.views.jsonform import from_dict, to_dict
 
 
 @functools.cache

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from omnicomp import engine_names
 from omnicomp.lowerings.engines import Clustering, Engine, EngineExecutable, Subgraph, resolve_engine
+from omnicomp.options import engine_names
 
 aten = torch.ops.aten
 TAKEN = (

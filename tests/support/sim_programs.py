@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import omnicomp
-import omnicomp.sim
+import omnicomp.devices.sim
 
-sim: Any = omnicomp.sim.enable()
+sim: Any = omnicomp.devices.sim.enable()
 assert sim.get_device_properties().protected
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import omnicomp.sim
-from omnicomp.sim.build import build_folder
+import omnicomp.devices.sim
+from omnicomp.devices.sim.build import build_folder
 
 __all__ = ["alike", "in_process", "run_with", "shared_sim", "sim"]
 
@@ -19,7 +19,7 @@ __all__ = ["alike", "in_process", "run_with", "shared_sim", "sim"]
 @pytest.fixture(scope="session")
 def shared_sim() -> tuple[ModuleType, str]:
     """`torch.sim`, and the cache folder that the driver is in. Before any test has a folder of its own."""
-    module = omnicomp.sim.enable()
+    module = omnicomp.devices.sim.enable()
     return module, str(build_folder().parents[1])
 
 

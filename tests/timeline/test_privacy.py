@@ -11,7 +11,7 @@ import torch
 
 import omnicomp
 from omnicomp.errors import OptionError
-from omnicomp.options import parse
+from omnicomp.options.policy import parse
 from omnicomp.timeline import Attempt, Capture, NodePlacement, Placement, Reason, privacy
 from omnicomp.timeline.privacy import HIDDEN, Cleaner
 
@@ -133,7 +133,7 @@ def test_a_run_writes_no_secret_and_no_place_it_should_not(
     def broken(*args: Any) -> Any:
         raise RuntimeError(f"401 for {SECRET}")
 
-    monkeypatch.setattr("omnicomp.autograd.aot.compile_graph", broken)
+    monkeypatch.setattr("omnicomp.backend.autograd.aot.compile_graph", broken)
     with caplog.at_level(logging.DEBUG, "omnicomp"):
         options = {"lowerings": ["eager"], "timeline": str(path)}
         torch.compile(leaking, backend="omni", options=options)(torch.ones(3))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from omnicomp.errors import OptionError
-from omnicomp.options import parse
+from omnicomp.options.policy import parse
 from omnicomp.timeline import Capture, JsonLinesSink, Timeline, attach
 from omnicomp.timeline.files import TimelineReader
-from omnicomp.timeline.sinks import LIMIT_VARIABLE, parse_size
+from omnicomp.timeline.sinks.jsonl import LIMIT_VARIABLE, parse_size
 
 LIMIT = 20_000
 

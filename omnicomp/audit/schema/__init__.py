@@ -12,8 +12,8 @@ from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
 from omnicomp.audit.facts import Environment, Fallback
-from omnicomp.audit.form import keys
 from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Audit, GraphAudit
+from omnicomp.audit.views.form import keys
 from omnicomp.timeline import CODES, Reason
 
 __all__ = ["FILE", "generate", "load"]

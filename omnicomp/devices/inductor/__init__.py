@@ -8,7 +8,7 @@
 a device that generates something else.
 """
 
-from omnicomp._torch.device_codegen import DeviceCppScheduling, DeviceWrapper
+from omnicomp._torch.devices.codegen import DeviceCppScheduling, DeviceWrapper
 from omnicomp.devices.inductor.registration import register
 from omnicomp.devices.inductor.report import Piece, registration
 from omnicomp.devices.inductor.spec import DeviceSpec, LaunchLimits, RegistrationError

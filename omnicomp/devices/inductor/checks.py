@@ -5,8 +5,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch import device_registry as registry
-from omnicomp._torch import privateuse
+from omnicomp._torch.devices import privateuse, registry
 from omnicomp.devices.inductor.spec import DeviceSpec
 from omnicomp.errors import nearest
 
@@ -118,7 +117,7 @@ def _class_problems(spec: DeviceSpec) -> list[str]:
         value = getattr(spec, what)
         found.append(None if value is None else wrapper_problem(what, value))
     if spec.interface is not None:
-        from omnicomp._torch.device_interface import DeviceInterface
+        from omnicomp._torch.devices.interface import DeviceInterface
 
         found.append(class_problem("interface", spec.interface, DeviceInterface))
     if spec.launch is not None and not _is_triton(spec.scheduling):

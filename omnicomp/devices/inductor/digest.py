@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from omnicomp._torch.identity import describe
+from omnicomp._torch.inductor.versions import describe
 
 __all__ = ["code_digest"]
 

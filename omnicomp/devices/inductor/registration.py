@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch import device_interface, privateuse
-from omnicomp._torch import device_registry as registry
-from omnicomp._torch.device_codegen import DeviceCppScheduling, DeviceWrapper, no_cpp_wrapper, python_wrapper
+from omnicomp._torch.devices import interface, privateuse, registry
+from omnicomp._torch.devices.codegen import DeviceCppScheduling, DeviceWrapper, no_cpp_wrapper, python_wrapper
 from omnicomp.devices.inductor.checks import problems
 from omnicomp.devices.inductor.digest import code_digest
 from omnicomp.devices.inductor.report import registration
@@ -90,7 +89,7 @@ def register(spec: DeviceSpec) -> None:
         registry.DevicePass(spec.name, digest, spec.custom_pass),
     )
     registry.set_config(spec.name, config)
-    device_interface.register(spec.name, spec.interface or _interface(spec, module, triton=triton))
+    interface.register(spec.name, spec.interface or _interface(spec, module, triton=triton))
     lacking = [piece for piece in registration(spec.name) if not piece.ok]
     for piece in lacking:
         if piece.name in _OF_THE_MACHINE:
@@ -129,7 +128,7 @@ def _scheduling(spec: DeviceSpec) -> type:
     assert isinstance(given, type)
     if spec.launch is None and not spec.triton_backend:
         return given
-    from omnicomp._torch.device_triton import triton_scheduling
+    from omnicomp._torch.devices.triton import triton_scheduling
 
     limits = spec.launch or LaunchLimits()
     return triton_scheduling(
@@ -192,4 +191,4 @@ def _interface(spec: DeviceSpec, module: Any, *, triton: bool) -> Any:
     own: dict[str, Any] = {}
     if spec.launch is not None and spec.launch.warp_size is not None:
         own["warp_size"] = spec.launch.warp_size
-    return device_interface.make(spec.name, module, properties, triton=triton, target=spec.triton_backend, given=own)
+    return interface.make(spec.name, module, properties, triton=triton, target=spec.triton_backend, given=own)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from omnicomp._torch import device_interface, privateuse
-from omnicomp._torch import device_registry as registry
+from omnicomp._torch.devices import interface as device_interface
+from omnicomp._torch.devices import privateuse, registry
 from omnicomp.devices.inductor.checks import MODULE_FUNCTIONS, class_problem, module_problems, wrapper_problem
 
 __all__ = ["Piece", "registration"]

@@ -8,13 +8,13 @@ import importlib
 import importlib.metadata
 import logging
 
-from omnicomp._torch.afresh import apart
-from omnicomp.engine_names import BUILT_IN, GROUP, engine_names
+from omnicomp._torch.inductor.own_context import apart
 from omnicomp.errors import EngineError, nearest
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.operators import Operator, Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
+from omnicomp.options.engine_names import BUILT_IN, GROUP, engine_names
 
 __all__ = [
     "Clustering",

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import copy_module
+from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.errors import EngineError
-from omnicomp.graphs import fake_value, op_name, source_line
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.lowerings.engines.clustering import Clustering

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 
 __all__ = [
     "all_of",

@@ -9,9 +9,9 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.symbols import free_symbols, known_range
-from omnicomp.costs import size_of
+from omnicomp.analysis.costs import size_of
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError, nearest
-from omnicomp.graphs import fake_value
 
 __all__ = ["DYNAMIC", "Clustering", "is_call"]
 

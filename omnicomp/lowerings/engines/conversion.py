@@ -16,8 +16,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.errors import EngineError
-from omnicomp.graphs import fake_value, op_name
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import Engine
 from omnicomp.lowerings.engines.operators import Operators

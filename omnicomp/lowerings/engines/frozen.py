@@ -1,7 +1,7 @@
 """Inductor, well set: weights built in and packed, `tanh` as arithmetic that vectorises, and optionally a C++ wrapper.
 
 It is an engine as it builds weights in. Inductor's own freezing never looks at them again; here they are followed
-(`omnicomp.constants`), and a changed weight is never passed by. docs/benchmarks.md has what each setting gives.
+(`omnicomp.weights.baked`), and a changed weight is never passed by. docs/benchmarks.md has what each setting gives.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.frozen import compile_frozen, inductor_settings
-from omnicomp._torch.inductor import has_inductor
-from omnicomp.graphs import op_name
+from omnicomp._torch.inductor.compile_fx import has_inductor
+from omnicomp._torch.inductor.frozen import compile_frozen, inductor_settings
+from omnicomp.analysis.nodes import op_name
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.subgraph import Subgraph
-from omnicomp.retreat import draws_at_random
+from omnicomp.runtime.guard import draws_at_random
 
 __all__ = ["FrozenInductor", "FrozenSettings", "uses_tanh"]
 

@@ -1,6 +1,7 @@
 """A subgraph on an engine, from the first call to the last: built for the sizes and weights of a call, and followed.
 
-Weights are built into an executable where a change of theirs would be seen (`omnicomp.constants`). When one changes the
+Weights are built into an executable where a change of theirs would be seen (`omnicomp.weights.baked`). When one
+changes the
 executable is built anew, a few times; weights that go on changing become inputs. Sizes that were symbolic are fixed to
 those of a call, and what was built for the last few of them is kept.
 """
@@ -17,19 +18,19 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.afresh import apart, is_symbolic, with_fixed_sizes
-from omnicomp._torch.decompose import decomposed
+from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp._torch.fx import copy_module
-from omnicomp.capture import package_digest, version
-from omnicomp.constants import Constants, fixable
+from omnicomp._torch.inductor.own_context import apart, is_symbolic, with_fixed_sizes
+from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.backend.capture import package_digest, version
 from omnicomp.errors import EngineError
-from omnicomp.fingerprint import fingerprint
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.store import key_of, store
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes
 from omnicomp.lowerings.engines.trial import is_wanted, try_apart
 from omnicomp.timeline import Reason, Retreat
+from omnicomp.weights.baked import Constants, fixable
 
 __all__ = ["Program"]
 

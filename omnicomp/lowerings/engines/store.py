@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from omnicomp import kept
+from omnicomp import store as kept
 
 __all__ = ["Store", "store"]
 

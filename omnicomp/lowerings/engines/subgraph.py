@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.clustering import Clustering
 
 __all__ = ["Subgraph", "with_plain_sizes"]

@@ -55,7 +55,7 @@ class TensorRtEngine(TableEngine):
 
     def version(self) -> str:
         """Its version, the device, for which alone a plan is good, and how float32 is multiplied."""
-        from omnicomp._torch.precision import tf32_settings
+        from omnicomp._torch.devices.precision import tf32_settings
 
         parts = [importlib.metadata.version("tensorrt"), _device_name(), *map(str, tf32_settings())]
         return " ".join(parts)
@@ -176,7 +176,7 @@ def _built(model: bytes, workspace: int | None) -> bytes:
     Raises:
         EngineError: it can't be read or built.
     """
-    from omnicomp._torch.precision import tf32_settings
+    from omnicomp._torch.devices.precision import tf32_settings
 
     trt = _library()
     builder = trt.Builder(_logger())

@@ -20,15 +20,15 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp import kept
-from omnicomp._torch.late import hinted
-from omnicomp._torch.sources import to_source
-from omnicomp.capture import package_digest
+from omnicomp import store
+from omnicomp._torch.dynamo.late_compile import hinted
+from omnicomp._torch.inductor.graph_text import to_source
+from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.analysis.nodes import fake_value
+from omnicomp.backend.capture import package_digest
+from omnicomp.builder.find_failing import first_line
 from omnicomp.devices import resolve_device
 from omnicomp.errors import EngineCrashedError, EngineError, EngineHungError
-from omnicomp.fingerprint import fingerprint
-from omnicomp.graphs import fake_value
-from omnicomp.localize import first_line
 from omnicomp.lowerings.engines.base import Engine
 from omnicomp.lowerings.engines.store import key_of
 from omnicomp.lowerings.engines.subgraph import Subgraph
@@ -196,7 +196,7 @@ def _bytes_of(described: dict[str, Any]) -> int:
 
 
 def _path(key: str) -> Path:
-    return kept.folder() / "engine_trials" / f"{key}.json"
+    return store.folder() / "engine_trials" / f"{key}.json"
 
 
 def _read(key: str) -> _Verdict | None:
@@ -219,6 +219,6 @@ def _read(key: str) -> _Verdict | None:
 def _keep(key: str, verdict: _Verdict) -> None:
     data = {**dataclasses.asdict(verdict), "platform": platform.platform()}
     try:
-        kept.write_whole(_path(key), json.dumps(data), keep=4096)
+        store.write_whole(_path(key), json.dumps(data), keep=4096)
     except OSError as error:
         log.warning("what came out of an engine's trial can't be kept: %s", error)

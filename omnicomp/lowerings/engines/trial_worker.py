@@ -16,8 +16,8 @@ from typing import Any, Final, NoReturn
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.afresh import with_fixed_sizes
-from omnicomp._torch.sources import load_constant
+from omnicomp._torch.inductor.graph_text import load_constant
+from omnicomp._torch.inductor.own_context import with_fixed_sizes
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings.engines.base import Engine
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes

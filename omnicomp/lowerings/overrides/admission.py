@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.attention import known_equal, known_shape
-from omnicomp._torch.dynamo import CONTROL_FLOW
-from omnicomp._torch.overrides import breaks_inside_modules
-from omnicomp.graphs import evaluate, fake_value, op_name
+from omnicomp._torch.autograd.attention import known_equal, known_shape
+from omnicomp._torch.autograd.overrides import breaks_inside_modules
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
+from omnicomp.analysis.nodes import evaluate, fake_value, op_name
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects
 from omnicomp.lowerings.overrides.declaration import Override, refused
 from omnicomp.lowerings.overrides.rewrite import found_wrong
-from omnicomp.rules import last_match
+from omnicomp.options.placement_rules import last_match
 from omnicomp.timeline import Reason
 
 __all__ = ["Refused", "admit", "call_arguments", "raised"]

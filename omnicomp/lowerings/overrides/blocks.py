@@ -17,10 +17,10 @@ from torch.fx.node import map_arg
 from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_partition
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.aten import listening, storage_key
-from omnicomp._torch.overrides import HigherOrderOperator, source_name
+from omnicomp._torch.autograd.dispatch_trace import listening, storage_key
+from omnicomp._torch.autograd.overrides import HigherOrderOperator, source_name
 from omnicomp._torch.symbols import expression
-from omnicomp.graphs import fake_value, op_name, plain_path
+from omnicomp.analysis.nodes import fake_value, op_name, plain_path
 
 __all__ = ["Block", "Effects", "effects", "find_blocks"]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch import overrides as torch_overrides
+from omnicomp._torch.autograd import overrides as torch_overrides
 from omnicomp.timeline import Reason
 
 __all__ = ["FORWARD_ONLY", "Check", "Function", "Override", "refused"]

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch import overrides as torch_overrides
-from omnicomp._torch.overrides import OpOverload
+from omnicomp._torch.autograd import overrides as torch_overrides
+from omnicomp._torch.autograd.overrides import OpOverload
 from omnicomp.errors import OverrideError, nearest
 from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
 from omnicomp.lowerings.overrides.trust import distrusted

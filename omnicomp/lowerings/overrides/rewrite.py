@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.patterns import Match, Pattern, build_pattern
-from omnicomp.graphs import fake_value, module_path, op_name, source_line
+from omnicomp._torch.autograd.patterns import Match, Pattern, build_pattern
+from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.lowerings.overrides.registry import enabled

@@ -14,16 +14,16 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.aten import HigherOrderOperator, storage_key
-from omnicomp._torch.attention import known_equal, known_shape
-from omnicomp._torch.dynamo import CONTROL_FLOW
-from omnicomp.graphs import fake_value, module_path, op_name, source_line, submodules
+from omnicomp._torch.autograd.attention import known_equal, known_shape
+from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, storage_key
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
+from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, raised
 from omnicomp.lowerings.overrides.declaration import Override, refused
 from omnicomp.lowerings.overrides.registry import enabled
 from omnicomp.lowerings.overrides.rewrite import declined_at, found_wrong
-from omnicomp.rules import last_match
+from omnicomp.options.placement_rules import last_match
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
 __all__ = ["Ended", "Found", "apply_searches"]

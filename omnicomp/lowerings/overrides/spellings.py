@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value, insert_call, op_name
+from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 
 __all__ = ["Linear", "argument", "copy_slice", "is_cast", "is_copy", "is_view_of_rows", "kind", "linear", "slices_rows"]
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.dynamo import CONTROL_FLOW
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.symbols import expression
-from omnicomp.graphs import fake_value, op_name, source_line, submodules
+from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from omnicomp.kept import folder, write_whole
 from omnicomp.lowerings.overrides.declaration import Override
+from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Reason
 
 __all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "size_class", "trust"]

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from omnicomp._torch.attention import hint_of
+from omnicomp._torch.autograd.attention import hint_of
+from omnicomp.passes.assumptions import Assumption, assumption, worth
 from omnicomp.passes.attention.build import Builder
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking
@@ -12,7 +13,6 @@ from omnicomp.passes.attention.masks import Mask, padding_reads, without_padding
 from omnicomp.passes.attention.site import Site
 from omnicomp.passes.attention.terms import flat
 from omnicomp.passes.base import PassContext
-from omnicomp.speculation import Assumption, assumption, worth
 from omnicomp.timeline import Reason
 
 __all__ = ["assume_full"]

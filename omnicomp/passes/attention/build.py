@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.attention import known_equal
-from omnicomp.graphs import fake_value
+from omnicomp._torch.autograd.attention import known_equal
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term, flat
 
 __all__ = ["Builder", "Call", "value_of"]

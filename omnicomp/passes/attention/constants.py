@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omnicomp._torch.flex import on_real_tensors
+from omnicomp._torch.autograd.flex import on_real_tensors
 from omnicomp.passes.attention.trace import Value
 
 __all__ = ["uniform"]

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from omnicomp._torch import sdpa
-from omnicomp._torch.attention import known_equal
+from omnicomp._torch.autograd import sdpa
+from omnicomp._torch.autograd.attention import known_equal
 
 __all__ = [
     "ATTENTION_WITH_BIAS",
@@ -147,7 +147,7 @@ def attention_with_sink(
         scale: factor of the products; not of the sink.
         is_causal: also hide the keys after the query, counted from the first of each.
         enable_gqa: several query heads share one head of keys and values.
-        kernel: one of `omnicomp._torch.sdpa.KERNELS`; if empty, what `sink_kernel` says.
+        kernel: one of `omnicomp._torch.autograd.sdpa.KERNELS`; if empty, what `sink_kernel` says.
 
     Returns:
         [B, H, Q, Dv] in the queries' dtype. Unfused where no kernel fits.

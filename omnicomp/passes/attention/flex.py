@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from omnicomp._torch import flex
-from omnicomp._torch.attention import without_guards
-from omnicomp.graphs import evaluate, fake_value, insert_call
+from omnicomp._torch.autograd import flex
+from omnicomp._torch.autograd.attention import without_guards
+from omnicomp.analysis.nodes import evaluate, fake_value, insert_call
 from omnicomp.passes.attention.flex_blocks import are_contiguous, find_blocks, grid, one_block, ordered
 from omnicomp.passes.attention.flex_bounds import Bounds, Unbounded
 from omnicomp.passes.attention.flex_values import Backend, Indices, Values, is_constant

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.flex import BLOCK_SIZE
+from omnicomp._torch.autograd.flex import BLOCK_SIZE
 
 __all__ = ["are_contiguous", "find_blocks", "grid", "one_block", "ordered"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from omnicomp._torch.flex import on_real_tensors
+from omnicomp._torch.autograd.flex import on_real_tensors
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Scores, Term, leaves
 
 __all__ = ["Backend", "Indices", "Values", "is_constant", "positions_of"]

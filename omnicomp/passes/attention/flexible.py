@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.attention import hint_of
-from omnicomp.graphs import fake_value
+from omnicomp._torch.autograd.attention import hint_of
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking, own_masking

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.attention import known_equal
+from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.candidates import (
     PASSED,
     PRODUCTS,

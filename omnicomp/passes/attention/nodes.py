@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from omnicomp.graphs import op_name
+from omnicomp.analysis.nodes import op_name
 
 __all__ = [
     "active_dropout",

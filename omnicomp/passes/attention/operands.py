@@ -6,8 +6,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.attention import known_equal
-from omnicomp.graphs import fake_value
+from omnicomp._torch.autograd.attention import known_equal
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.reader import At, Reader
 from omnicomp.passes.attention.site import MatchEnded, Operand, Scale
 from omnicomp.passes.attention.terms import Apply, Number, Read, Term

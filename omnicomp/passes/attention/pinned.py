@@ -9,8 +9,8 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from omnicomp._torch import sdpa
-from omnicomp._torch.attention import cudnn_first, is_static
+from omnicomp._torch.autograd import sdpa
+from omnicomp._torch.autograd.attention import cudnn_first, is_static
 
 __all__ = ["PINNED_ATTENTION", "pinned_attention", "prefers_cudnn"]
 

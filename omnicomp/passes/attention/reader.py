@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.attention import known_equal
+from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.constants import uniform
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term
 from omnicomp.passes.attention.trace import Op, Value

@@ -6,8 +6,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.attention import known_equal, known_shape
-from omnicomp.graphs import evaluate, fake_value
+from omnicomp._torch.autograd.attention import known_equal, known_shape
+from omnicomp.analysis.nodes import evaluate, fake_value
 from omnicomp.passes.attention.nodes import is_pure, is_shape_only, kind, mutates
 from omnicomp.passes.attention.site import MatchEnded, Site
 from omnicomp.passes.attention.trace import Trace

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.attention import known_equal
+from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.candidates import written_out
 from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, number

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.attention import known_equal, without_guards
-from omnicomp.graphs import insert_call
+from omnicomp._torch.autograd.attention import known_equal, without_guards
+from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.build import Builder
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from omnicomp._torch.attention import concrete, fused_kernel, hint_of, known_equal
-from omnicomp._torch.inductor import fallback_random
-from omnicomp.graphs import fake_value
+from omnicomp._torch.autograd.attention import concrete, fused_kernel, hint_of, known_equal
+from omnicomp._torch.inductor.compile_fx import fallback_random
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.assume import assume_full
 from omnicomp.passes.attention.computed import computed_dtype
 from omnicomp.passes.attention.differentiable import (

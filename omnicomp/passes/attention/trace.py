@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omnicomp._torch.aten import HigherOrderOperator, functional_counterpart, listening, storage_key
-from omnicomp.graphs import fake_value, submodules
+from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, functional_counterpart, listening, storage_key
+from omnicomp.analysis.nodes import fake_value, submodules
 from omnicomp.passes.attention.nodes import active_dropout, changes_grad_mode, is_scaled_dot_product_attention
 
 __all__ = ["Op", "Trace", "Value", "trace"]

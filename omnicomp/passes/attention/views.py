@@ -7,7 +7,7 @@ split, and everything that was read through it before sees the parts.
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from omnicomp._torch.attention import known_equal
+from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.terms import Axis, Position
 from omnicomp.passes.attention.trace import Op, Value
 

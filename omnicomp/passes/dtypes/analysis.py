@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.dtypes import storage_key, was_written, writes_or_aliases
-from omnicomp.graphs import fake_value, op_name
+from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.passes.dtypes.operators import is_cast, kind, source, tensors
 
 __all__ = ["Scopes", "changed_storages", "exactness", "is_floating_work", "is_plain_call", "storages", "wide_cast"]

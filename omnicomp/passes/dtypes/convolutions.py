@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import evaluate, fake_value
+from omnicomp.analysis.nodes import evaluate, fake_value
 from omnicomp.passes.dtypes.operators import kind
 
 __all__ = ["are_weights", "read_channels_last"]

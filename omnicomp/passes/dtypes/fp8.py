@@ -12,14 +12,14 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp.dtypes import DtypePolicy
-from omnicomp.graphs import fake_value, insert_call
+from omnicomp.analysis.nodes import fake_value, insert_call
+from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.operators import kind
 from omnicomp.passes.dtypes.resolve import NAME
 from omnicomp.passes.dtypes.rewrite import Compute
 from omnicomp.timeline import Reason
-from omnicomp.weight_forms import FLOAT8, scaled
+from omnicomp.weights.forms import FLOAT8, scaled
 
 __all__ = ["FLOAT8", "Scaled", "in_fp8", "read_scaled"]
 
@@ -81,7 +81,7 @@ def _linear(anchor: Node, x: Node, weight: Node, bias: Node | None, dtype: torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What `omnicomp.weight_forms.scaled` has put into a graph.
+    """What `omnicomp.weights.forms.scaled` has put into a graph.
 
     Attributes:
         value: what was scaled.

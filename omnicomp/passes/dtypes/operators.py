@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp.graphs import fake_value, op_name
+from omnicomp.analysis.nodes import fake_value, op_name
 
 __all__ = [
     "ATTENTION",

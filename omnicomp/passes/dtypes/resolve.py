@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
-from omnicomp import speeds
 from omnicomp.devices import Device
 from omnicomp.devices.cpu import instruction_set
-from omnicomp.dtypes import DtypePolicy, short
+from omnicomp.options.dtype_policy import DtypePolicy, short
+from omnicomp.passes.dtypes import speeds
 from omnicomp.timeline import Reason
 
 __all__ = ["NAME", "resolve", "slowness", "unsupported", "warn_if_slow"]

@@ -13,11 +13,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from omnicomp.dtypes import short
-from omnicomp.graphs import evaluate, fake_value, insert_call
+from omnicomp.analysis.nodes import evaluate, fake_value, insert_call
+from omnicomp.options.dtype_policy import short
 from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
 from omnicomp.passes.dtypes.operators import ATTENTION, VIEWS, is_cast, kind, source, tensors
-from omnicomp.weight_forms import CAST
+from omnicomp.weights.forms import CAST
 
 __all__ = ["Compute", "Rewriting"]
 

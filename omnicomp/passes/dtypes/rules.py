@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp.dtypes import DtypePolicy
-from omnicomp.graphs import fake_value, module_path, op_name
+from omnicomp.analysis.nodes import fake_value, module_path, op_name
+from omnicomp.options.dtype_policy import DtypePolicy
+from omnicomp.options.placement_rules import is_within
 from omnicomp.passes.dtypes.operators import is_optimizer, kind, operator_class, tensors
-from omnicomp.rules import is_within
 
 __all__ = ["Decision", "decide", "floating_dtypes"]
 

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.dtypes import storage_key
 from omnicomp._torch.parameters import describes_parameter, make_static, static_dynamo_input
-from omnicomp.graphs import evaluate, fake_value, op_name
+from omnicomp.analysis.nodes import evaluate, fake_value, op_name
 from omnicomp.passes.dtypes.analysis import changed_storages, storages
 from omnicomp.passes.dtypes.convolutions import are_weights, read_channels_last
 from omnicomp.passes.dtypes.fp8 import Scaled, read_scaled
 from omnicomp.passes.dtypes.operators import is_cast
-from omnicomp.weight_forms import CAST, FLOAT8, Form
+from omnicomp.weights.forms import CAST, FLOAT8, Form
 
 __all__ = ["Lifted", "lift_casts"]
 

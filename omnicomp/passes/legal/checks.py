@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value, insert_call, op_name, source_line
+from omnicomp.analysis.nodes import fake_value, insert_call, op_name, source_line
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.legal.dtypes import Legal, largest, short
 

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch.fx import Node
 
+from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LegaliseError
-from omnicomp.graphs import module_path, op_name, source_line
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.legal.dtypes import explain, short

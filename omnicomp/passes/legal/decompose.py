@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.legal.fakes import CAST
 from omnicomp.passes.legal.values import Values
 

@@ -7,7 +7,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.dtypes import storage_key, was_written
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 
 __all__ = ["CAST", "MARK", "dtypes", "is_tensor", "leaves", "literals", "storages", "written_storages"]
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.symbols import free_unbacked_symbols
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.legal.dtypes import INTEGERS, largest
 from omnicomp.passes.legal.operators import CASTS, MOVES

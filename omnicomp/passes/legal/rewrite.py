@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omnicomp._torch.autocast import ENTER, EXIT
+from omnicomp._torch.dynamo.autocast import ENTER, EXIT
 from omnicomp._torch.symbols import free_unbacked_symbols
-from omnicomp.graphs import evaluate, fake_value, op_name
+from omnicomp.analysis.nodes import evaluate, fake_value, op_name
 from omnicomp.passes.attention.nodes import changes_grad_mode, kind
 from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.decompose import DECOMPOSED

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.autocast import ENTER
+from omnicomp._torch.dynamo.autocast import ENTER
+from omnicomp.analysis.nodes import op_name
 from omnicomp.devices import Device
-from omnicomp.graphs import op_name
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.fakes import CAST, MARK, leaves

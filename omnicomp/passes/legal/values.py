@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp.graphs import fake_value, insert_call
+from omnicomp.analysis.nodes import fake_value, insert_call
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.legal import checks
 from omnicomp.passes.legal.decisions import Decisions

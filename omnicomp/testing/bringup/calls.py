@@ -8,8 +8,8 @@ import torch
 from torch.fx import GraphModule, Interpreter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omnicomp._torch.aot import compile_graph
-from omnicomp._torch.dispatcher import HigherOrderOperator, OpOverload, hearing, qualified_name, unheard
+from omnicomp._torch.autograd.aot_autograd import compile_graph
+from omnicomp._torch.devices.dispatcher import HigherOrderOperator, OpOverload, hearing, qualified_name, unheard
 from omnicomp.testing.bringup.source import Subject
 from omnicomp.testing.transfer import kept
 

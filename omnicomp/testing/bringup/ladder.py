@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp import timeline
-from omnicomp._torch.dispatcher import Standing, census, draws_random_numbers, is_required, kernel_of
+from omnicomp._torch.devices.dispatcher import Standing, census, draws_random_numbers, is_required, kernel_of
 from omnicomp.audit import audit
 from omnicomp.devices import Device
 from omnicomp.testing.bringup.calls import Call, Capture, capture

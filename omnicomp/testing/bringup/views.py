@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnicomp.audit.rows import printable
-from omnicomp.audit.style import STYLE
+from omnicomp.audit.views.rows import printable
+from omnicomp.audit.views.style import STYLE
 from omnicomp.testing.bringup.ladder import STEPS
 from omnicomp.testing.bringup.table import Bringup, Next, Row, cells
 

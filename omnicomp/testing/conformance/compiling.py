@@ -8,8 +8,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from omnicomp import timeline
-from omnicomp._torch import registrations
-from omnicomp._torch.traced_calls import traced_call
+from omnicomp._torch.dynamo import registrations
+from omnicomp._torch.dynamo.traced_calls import traced_call
 from omnicomp.audit import audit
 from omnicomp.testing.conformance.base import CheckFailed, CheckSkipped, Session, check, expect
 from omnicomp.testing.conformance.placement import claimed_natively, on_device

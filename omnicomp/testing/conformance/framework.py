@@ -1,6 +1,6 @@
 """Check that PyTorch's own generic tests can be made for a device: `instantiate_device_type_tests`."""
 
-from omnicomp._torch.device_tests import run_generic_tests
+from omnicomp._torch.devices.torch_tests import run_generic_tests
 from omnicomp.testing.conformance.base import Session, check, expect
 
 __all__: list[str] = []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.dispatcher import kernel_of
+from omnicomp._torch.devices.dispatcher import kernel_of
 from omnicomp.testing.conformance.base import Session, expect
 
 __all__ = ["claimed_natively", "on_device"]

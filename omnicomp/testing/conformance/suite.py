@@ -46,9 +46,9 @@ def ready(name: str, setup: str = "") -> Device:
         find_function(setup)()
     base = name.split(":", 1)[0]
     if base == "sim":
-        import omnicomp.sim
+        import omnicomp.devices.sim
 
-        omnicomp.sim.enable()
+        omnicomp.devices.sim.enable()
     if base in device_names() or base in ("auto", "meta"):
         return resolve_device(name)
     try:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from omnicomp import engine_names
 from omnicomp.lowerings import engines
 from omnicomp.lowerings.engines.store import store
 from omnicomp.lowerings.engines.trial import VARIABLE
+from omnicomp.options import engine_names
 
 
 @pytest.fixture(autouse=True)

@@ -73,8 +73,8 @@ def test_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch, owner: type[fake
 
 
 def test_one_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(omnicomp.engine_names.BUILT_IN, "fake_gone", "no_such_module:Engine")
-    omnicomp.engine_names.engine_names.cache_clear()
+    monkeypatch.setitem(omnicomp.options.engine_names.BUILT_IN, "fake_gone", "no_such_module:Engine")
+    omnicomp.options.engine_names.engine_names.cache_clear()
     assert check("fake_gone") == ["eager"]
     told = "the engine fake_gone can't be loaded: ModuleNotFoundError: No module named 'no_such_module'"
     assert any(
@@ -190,7 +190,7 @@ def test_what_is_not_strided_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
         part = "inference"
         device = omnicomp.resolve_device("cpu")
-        policy = omnicomp.options.parse(None, {"lowerings": ["fake"]})
+        policy = omnicomp.options.policy.parse(None, {"lowerings": ["fake"]})
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -9,13 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import omnicomp
-from omnicomp import engine_names
 from omnicomp.cli.doctor import examine
-from omnicomp.engine_names import BUILT_IN
 from omnicomp.errors import EngineError, OptionError
 from omnicomp.lowerings import in_order, lowering
 from omnicomp.lowerings.engines import resolve_engine
 from omnicomp.lowerings.engines.toy import ToyEngine
+from omnicomp.options import engine_names
+from omnicomp.options.engine_names import BUILT_IN
 
 
 def entries(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
@@ -101,7 +101,7 @@ def test_the_doctor_lists_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_known_without_importing_any_engine() -> None:
     """An option is checked before a library is loaded."""
     code = (
-        "import sys, omnicomp.engine_names as n; assert 'toy' in n.engine_names(); "
+        "import sys, omnicomp.options.engine_names as n; assert 'toy' in n.engine_names(); "
         "import omnicomp.lowerings; "
         "loaded = [m for m in sys.modules if m.split('.')[0] in ('openvino', 'onnxruntime', 'jax', 'tvm', 'onnx')]; "
         "assert not loaded, loaded; "
@@ -118,7 +118,7 @@ def test_engine_options_of_what_is_no_mapping() -> None:
         ({"toyy": {}}, "unknown engine 'toyy'"),
     ):
         with pytest.raises(OptionError, match=message):
-            omnicomp.options.parse(None, {"engines": value})
+            omnicomp.options.policy.parse(None, {"engines": value})
 
 
 def test_an_engine_is_made_outside_of_the_modes_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

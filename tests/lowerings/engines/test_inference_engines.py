@@ -193,7 +193,7 @@ def test_a_training_step_is_not_for_it(name: str) -> None:
 
 
 def test_another_process_takes_it_from_the_disk(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnicomp.kept.folder", lambda: tmp_path)
+    monkeypatch.setattr("omnicomp.store.folder", lambda: tmp_path)
     engine = resolve_engine(name)
     model, x = network(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():

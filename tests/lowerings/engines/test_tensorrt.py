@@ -150,7 +150,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(TensorRtEngine, "version", lambda self: "stand-in")
     monkeypatch.setattr(tensorrt, "_current_stream", lambda inputs: STREAM)
     monkeypatch.setattr(tensorrt, "_loggers", {})
-    monkeypatch.setattr("omnicomp._torch.precision.tf32_settings", lambda: ("none", "none"))
+    monkeypatch.setattr("omnicomp._torch.devices.precision.tf32_settings", lambda: ("none", "none"))
     resolve_engine.cache_clear()
     yield made
     resolve_engine.cache_clear()

@@ -14,7 +14,7 @@ from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects, find_blocks
 from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.lowerings.overrides.tag import apply_blocks
-from omnicomp.options import parse
+from omnicomp.options.policy import parse
 from omnicomp.timeline import NodePlacement, current
 
 

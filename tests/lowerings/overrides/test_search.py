@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import omnicomp
+from omnicomp.analysis.nodes import insert_call, op_name
 from omnicomp.errors import OverrideError
-from omnicomp.graphs import insert_call, op_name
 from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.lowerings.overrides.search import Ended, Found
 from omnicomp.lowerings.overrides.trust import distrust

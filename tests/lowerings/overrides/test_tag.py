@@ -231,7 +231,7 @@ def test_a_block_in_a_checkpointed_region_is_left() -> None:
 
 
 def test_what_was_replaced_is_known_after_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from omnicomp import ladder
+    from omnicomp.builder import part as ladder
 
     seen: list[GraphModule] = []
     original = ladder.apply_overrides

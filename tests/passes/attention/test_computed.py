@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import omnicomp
-from omnicomp._torch.attention import fused_kernel
+from omnicomp._torch.autograd.attention import fused_kernel
 from omnicomp.passes.attention import targets
 from omnicomp.timeline import Rewrite, current
 

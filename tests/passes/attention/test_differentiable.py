@@ -19,8 +19,8 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from omnicomp._torch import sdpa
-from omnicomp.graphs import op_name
+from omnicomp._torch.autograd import sdpa
+from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.attention.differentiable import (
     ATTENTION_WITH_BIAS,
     ATTENTION_WITH_SINK,

@@ -27,11 +27,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 from torch.nn.attention.flex_attention import create_block_mask
 
-from omnicomp._torch.aot import compile_graph
-from omnicomp._torch.flex import FLEX, backward_without_kernel, fast_tanh, fitting_tile
+from omnicomp._torch.autograd.aot_autograd import compile_graph
+from omnicomp._torch.autograd.flex import FLEX, backward_without_kernel, fast_tanh, fitting_tile
 from omnicomp._torch.fx import boxed, copy_module
-from omnicomp.backend import omni
-from omnicomp.graphs import submodules
+from omnicomp.analysis.nodes import submodules
+from omnicomp.backend.pipeline import omni
 from omnicomp.passes.attention.flex import insert_flex, unsupported
 from omnicomp.passes.attention.flex_blocks import are_contiguous, find_blocks, grid, ordered
 from omnicomp.passes.attention.flex_values import Backend, Indices, Values, is_constant
@@ -103,7 +103,7 @@ def test_gradients_of_computed_and_broadcast_tensors_in_the_backward_without_ker
 
 
 def test_the_operator_of_the_instruction_for_tanh_is_differentiable(monkeypatch):
-    monkeypatch.setattr("omnicomp._torch.flex.tanh_of_scores", lambda *_: fast_tanh())
+    monkeypatch.setattr("omnicomp._torch.autograd.flex.tanh_of_scores", lambda *_: fast_tanh())
     form, backend = FORMS["softcap"], FlexBackend(FORMS["softcap"], aot_eager)
     arguments = operands(form, grad=True)
     copies = exact(arguments)
@@ -371,13 +371,13 @@ def spec_of(*, training=False, **sizes):
     ],
 )
 def test_what_it_can_not_take_has_a_reason(reason, sizes, dropout, monkeypatch):
-    monkeypatch.setattr("omnicomp._torch.flex.check_cpu_supported", lambda: True)
+    monkeypatch.setattr("omnicomp._torch.autograd.flex.check_cpu_supported", lambda: True)
     assert reason in (unsupported(spec_of(**sizes), dropout=dropout) or "")
     assert unsupported(spec_of()) is None
 
 
 def test_a_machine_without_code_generator_has_a_reason(monkeypatch):
-    monkeypatch.setattr("omnicomp._torch.flex.check_cpu_supported", lambda: False)
+    monkeypatch.setattr("omnicomp._torch.autograd.flex.check_cpu_supported", lambda: False)
     assert "AVX2" in (unsupported(spec_of()) or "")
 
 

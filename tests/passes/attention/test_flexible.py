@@ -9,7 +9,7 @@ from fusion import fuse, inputs
 from traced import site_of
 
 from omnicomp.devices import resolve_device
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.flexible import flex_pays
 from omnicomp.passes.attention.form import dense_form
 from omnicomp.passes.attention.masking import read_masking

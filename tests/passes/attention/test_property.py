@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_checks import Mismatch, Program, Tally, Unsuited, build, check, random_program, sample
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
-
-from omnicomp.testing.attention import Mismatch, Program, Tally, Unsuited, build, check, random_program, sample
 
 # Share of the programs that have to be fused. It is over all choices at once, the odd ones included: a program of this
 # kind has several features that a real model has one of.

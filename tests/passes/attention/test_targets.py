@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from fusion import FLASH, Backend, compiled, differentiate, fuse, inputs
 
-from omnicomp.options import Policy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.attention import targets
 from omnicomp.timeline import Rewrite
 

@@ -9,7 +9,7 @@ from lowered import Block, compiled, error, rand
 from torch import nn
 
 from omnicomp.devices import resolve_device
-from omnicomp.dtypes import parse_dtype_policy
+from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.timeline import NearMiss, Rewrite
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from lowered import check, compiled, rand
 
-from omnicomp import speeds
 from omnicomp.devices import resolve_device
-from omnicomp.dtypes import PRESETS, parse_dtype_policy
+from omnicomp.options.dtype_policy import PRESETS, parse_dtype_policy
 from omnicomp.passes.dtypes import resolve as module
+from omnicomp.passes.dtypes import speeds
 from omnicomp.passes.dtypes.resolve import resolve, slowness
 from omnicomp.timeline import NearMiss, Option, Rewrite
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lowered import Backend, Block, check, compiled, error, rand
 from torch import nn
 
-from omnicomp.dtypes import parse_dtype_policy
+from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.timeline import NearMiss, Rewrite
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from omnicomp._torch.fx import copy_module
 from omnicomp.passes.dtypes.convolutions import are_weights
 from omnicomp.passes.dtypes.weights import Lifted, lift_casts
-from omnicomp.weight_forms import CAST, Form, scaled
+from omnicomp.weights.forms import CAST, Form, scaled
 
 LOW = torch.bfloat16
 

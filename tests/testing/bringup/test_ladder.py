@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from omnicomp.devices import resolve_device
-from omnicomp.devices.sim import SimDevice
+from omnicomp.devices.sim.device import SimDevice
 from omnicomp.testing.bringup.calls import Call
 from omnicomp.testing.bringup.ladder import climb
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from omnicomp.devices import Capabilities, resolve_device
-from omnicomp.devices.sim import SimDevice
+from omnicomp.devices.sim.device import SimDevice
 from omnicomp.testing.conformance import suite
 from omnicomp.testing.conformance.base import CHECKS, Session, run_check
 

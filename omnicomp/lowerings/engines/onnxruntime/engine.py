@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from omnicomp._torch.decompositions import decompositions_of
+from omnicomp._torch.autograd.decompositions import decompositions_of
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.onnxruntime.executable import OnnxRuntimeExecutable, loaded

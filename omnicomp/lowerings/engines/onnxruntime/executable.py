@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError
-from omnicomp.graphs import fake_value
 from omnicomp.lowerings.engines.base import EngineExecutable, Session
 from omnicomp.lowerings.engines.onnxruntime.model import DTYPES, Model, is_large
 from omnicomp.lowerings.engines.subgraph import Subgraph

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import (
     all_of,
     argument,

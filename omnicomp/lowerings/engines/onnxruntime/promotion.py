@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import argument
 
 __all__ = ["promote"]

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.symbols import known_range
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import argument
 
 __all__ = ["INTEGERS", "LIMIT", "exceeds", "overflow"]

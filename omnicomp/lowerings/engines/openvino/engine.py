@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.decompositions import decompositions_of
-from omnicomp.graphs import fake_value
+from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError
-from omnicomp.graphs import fake_value
 from omnicomp.lowerings.engines.base import EngineExecutable, Session
 from omnicomp.lowerings.engines.conversion import Results
 from omnicomp.lowerings.engines.openvino.bounds import INTEGERS, LIMIT, exceeds

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.conversion import form
 from omnicomp.lowerings.engines.openvino.engine import OpenVinoEngine
 from omnicomp.lowerings.engines.openvino.library import integers, number, openvino, ops, shape_of

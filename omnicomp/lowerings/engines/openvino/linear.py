@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import all_of, filled, first_alone, no_dropout, same_heads
 from omnicomp.lowerings.engines.conversion import form
 from omnicomp.lowerings.engines.openvino.engine import OpenVinoEngine

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import all_of as all_of_checks
 from omnicomp.lowerings.engines.checks import argument, filled, of_several
 from omnicomp.lowerings.engines.conversion import form

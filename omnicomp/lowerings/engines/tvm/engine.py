@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.decompositions import decompositions_of
-from omnicomp.graphs import fake_value
+from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.base import EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.conversion import Results, TableEngine, convert, dtype_name, plain

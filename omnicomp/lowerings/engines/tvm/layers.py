@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import argument, first_alone, no_dropout
 from omnicomp.lowerings.engines.conversion import form
 from omnicomp.lowerings.engines.tvm.engine import TvmEngine

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.conversion import declare_pointwise, form, overloads
 from omnicomp.lowerings.engines.tvm.engine import TvmEngine
 from omnicomp.lowerings.engines.tvm.library import const, counted, dtype_of, emit, op, truth

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from omnicomp.graphs import fake_value
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.conversion import dtype_name, form
 from omnicomp.lowerings.engines.tvm.engine import TvmEngine
 from omnicomp.lowerings.engines.tvm.library import const, dims, emit, nn, op, relax

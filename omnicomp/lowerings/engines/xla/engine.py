@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.decompositions import decompositions_of
+from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError
-from omnicomp.graphs import fake_value
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
@@ -66,7 +66,7 @@ class XlaEngine(TableEngine):
 
     def version(self) -> str:
         """JAX's and its library's versions, the processors, and how float32 is multiplied."""
-        from omnicomp._torch.precision import tf32_settings
+        from omnicomp._torch.devices.precision import tf32_settings
 
         parts = [
             f"jax {importlib.metadata.version('jax')}",

@@ -41,7 +41,7 @@ def precision_of(kind: str) -> Any:
 
     XLA's default on CUDA is TF32, torch's is not for matrix products.
     """
-    from omnicomp._torch.precision import tf32_settings
+    from omnicomp._torch.devices.precision import tf32_settings
 
     products, convolutions = tf32_settings()
     allowed = (products if kind == "matmul" else convolutions) == "tf32"

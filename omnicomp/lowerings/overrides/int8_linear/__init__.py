@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnicomp._torch.attention import hint_of
-from omnicomp.lowerings.overrides.int8_linear.places import search
+from omnicomp._torch.autograd.attention import hint_of
+from omnicomp.lowerings.overrides.int8_linear.search import search
 from omnicomp.lowerings.overrides.registry import override
 from omnicomp.timeline import Reason
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnicomp._torch.attention import hint_of
+from omnicomp._torch.autograd.attention import hint_of
 from omnicomp.lowerings.overrides.linear_cross_entropy import cpu
 from omnicomp.lowerings.overrides.linear_cross_entropy.chunks import by_chunks
-from omnicomp.lowerings.overrides.linear_cross_entropy.places import search
+from omnicomp.lowerings.overrides.linear_cross_entropy.search import search
 from omnicomp.lowerings.overrides.registry import override
 from omnicomp.timeline import Reason
 

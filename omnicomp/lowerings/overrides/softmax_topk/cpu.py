@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from omnicomp._torch import cpp
+from omnicomp._torch.inductor import cpp
 
 __all__ = ["SOURCE", "kernel"]
 

@@ -1,0 +1,1 @@
+"""AOTAutograd: decompositions, partitions, operators traced through, and calls of operators."""

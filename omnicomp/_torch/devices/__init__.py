@@ -1,0 +1,1 @@
+"""Torch's hooks for devices: Inductor's code generation, interfaces, the dispatcher."""

@@ -1,0 +1,1 @@
+"""Dynamo: its compile lock, graph breaks, late compilation, and forward-mode derivatives."""

@@ -1,0 +1,1 @@
+"""Inductor: compiling a graph, its caches, its compilers, and what a build is waiting for."""

@@ -1,0 +1,1 @@
+"""One report of a folder of timelines."""

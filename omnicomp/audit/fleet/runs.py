@@ -1,0 +1,309 @@
+"""A folder of timelines, of the processes and ranks of one job or of many runs: which are alike, and what differs.
+
+Reports are made one file at a time, and of each only a line is held on to. What a report says of decisions is turned
+into facts: sentences without numbers of graphs, times, paths and ranks. Processes with the same facts are one group; of
+the largest group and up to 31 others the facts are kept, to say in what they differ.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from omnicomp.audit.decisions import facts_of
+from omnicomp.audit.facts import Shares
+from omnicomp.audit.identity import with_identities
+from omnicomp.audit.model import Audit, GraphAudit
+from omnicomp.audit.shares import with_shares
+from omnicomp.audit.source import load
+from omnicomp.audit.views.summary import plural
+from omnicomp.errors import OmnicompError, TimelineError
+from omnicomp.timeline.files import ROTATED
+
+__all__ = ["FLEET_SCHEMA", "Fleet", "Group", "Process", "fleet", "ranges_of", "timelines"]
+
+FLEET_SCHEMA: Final = 1
+
+_SUFFIX: Final = ".jsonl"
+_GROUPS: Final = 32
+_SHOWN: Final = 50
+_UNREADABLE: Final = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process that captured graphs.
+
+    Attributes:
+        path: of its file, relative to the folder.
+        rank: its rank in a distributed job, else 0.
+        pid: its id.
+        group: number of its group.
+        graphs: how many graphs it captured.
+        subgraphs: how many subgraphs they have.
+        shares: part of the work by lowering.
+        fallbacks: how many places run eager although an earlier lowering was asked for.
+        retreats: how often something moved to another lowering after a failure.
+        mismatches: how many subgraphs did not run as planned.
+        seconds: wall time of its compilations.
+        caches: verdicts of compile caches, with their number.
+        started: when it captured its first graph, in seconds since the epoch; 0 if unknown.
+    """
+
+    path: str
+    rank: int
+    pid: int
+    group: int
+    graphs: int
+    subgraphs: int
+    shares: dict[str, float]
+    fallbacks: int
+    retreats: int
+    mismatches: int
+    seconds: float
+    caches: dict[str, int]
+    started: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Processes whose reports say the same of every decision.
+
+    Attributes:
+        number: its number; 0 is the largest group, with which the others are compared.
+        digest: hash of what its reports say.
+        processes: how many it has.
+        ranks: of these, in order.
+        example: path of the file of its first process.
+        summary: the report of that process in a line.
+        added: facts of it that the first group does not have, the first fifty.
+        missing: facts of the first group that it does not have, likewise.
+        differences: how many of both there are; -1 if they are not known, beyond the 32nd kind of report.
+    """
+
+    number: int
+    digest: str
+    processes: int
+    ranks: tuple[int, ...]
+    example: str
+    summary: str
+    added: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    differences: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """What a folder of timelines says.
+
+    Attributes:
+        folder: the folder.
+        processes: in the order of ranks, then of paths.
+        groups: the largest first.
+        unreadable: files that could not be read, the first hundred, with the error.
+        failed: how many could not be read.
+        torn: lines that were skipped, because a process was killed in them.
+    """
+
+    folder: str
+    processes: tuple[Process, ...]
+    groups: tuple[Group, ...]
+    unreadable: tuple[tuple[str, str], ...] = ()
+    failed: int = 0
+    torn: int = 0
+
+    def summary(self) -> str:
+        """One line: how many processes there are, and whether they are alike."""
+        ranks = {process.rank for process in self.processes}
+        head = f"omni: {_plural(len(self.processes), 'process', 'es')}, {plural(len(ranks), 'rank')}"
+        clauses: list[str] = []
+        if len(self.groups) == 1:
+            clauses.append("all reports are equal" if len(self.processes) > 1 else self.groups[0].summary[6:])
+        elif self.groups:
+            first = self.groups[0]
+            clauses.append(f"{len(self.groups)} different reports, {first.processes} of them equal")
+        if self.torn:
+            clauses.append(f"{plural(self.torn, 'torn line')} skipped")
+        if self.failed:
+            clauses.append(f"{plural(self.failed, 'file')} could not be read")
+        return f"{head}: {'; '.join(clauses) or 'nothing was compiled'}"
+
+    def to_json(self) -> str:
+        """The JSON form: the fields, `schema` and `summary`."""
+        data = {"schema": FLEET_SCHEMA, "summary": self.summary(), **dataclasses.asdict(self)}
+        return f"{json.dumps(data, indent=2)}\n"
+
+    def to_text(self) -> str:
+        """Plain text, 120 columns wide."""
+        from omnicomp.audit.fleet import views
+
+        return views.to_text(self)
+
+    def to_html(self) -> str:
+        """One self-contained page."""
+        from omnicomp.audit.fleet import views
+
+        return views.to_html(self)
+
+
+@dataclasses.dataclass
+class _Kind:
+    """A group while files come in; `facts` is None once there are too many kinds."""
+
+    number: int
+    example: str
+    summary: str
+    facts: frozenset[str] | None
+    processes: int = 0
+    ranks: set[int] = dataclasses.field(default_factory=set[int])
+
+
+def fleet(folder: str | Path) -> Fleet:
+    """Read every timeline (`*.jsonl`, with what it was rotated to) in a folder and the folders in it.
+
+    Raises:
+        TimelineError: it is no folder that can be read, or no timeline is in it that can be.
+    """
+    root = Path(folder)
+    paths = list(timelines(root))
+    if not paths:
+        lever = f"write some with OMNICOMP_TIMELINE='{root}/%p{_SUFFIX}'"
+        raise TimelineError(f"{root} has no timelines (*{_SUFFIX}); {lever}")
+    kinds: dict[str, _Kind] = {}
+    found: list[Process] = []
+    unreadable: list[tuple[str, str]] = []
+    failed = torn = 0
+    for path in paths:
+        name = str(path.relative_to(root))
+        try:
+            processes, skipped = _read(path, name, kinds)
+        except OmnicompError as error:
+            failed += 1
+            if len(unreadable) < _UNREADABLE:
+                unreadable.append((name, str(error)))
+            continue
+        found += processes
+        torn += skipped
+    if failed == len(paths):
+        raise TimelineError(f"none of {plural(failed, 'file')} could be read; the first: {unreadable[0][1]}")
+    groups, numbers = _groups(kinds)
+    found = [dataclasses.replace(process, group=numbers[process.group]) for process in found]
+    return Fleet(
+        folder=str(root),
+        processes=tuple(sorted(found, key=lambda process: (process.rank, process.path, process.pid))),
+        groups=groups,
+        unreadable=tuple(unreadable),
+        failed=failed,
+        torn=torn,
+    )
+
+
+def _read(path: Path, name: str, kinds: dict[str, _Kind]) -> tuple[list[Process], int]:
+    """The processes of a file, and its torn lines; the report is let go before the next one is made."""
+    report = load(path)
+    return [_process(name, *key, audit, kinds) for key, audit in _by_process(report)], report.skipped
+
+
+def timelines(root: Path) -> Iterator[Path]:
+    """Timelines in a folder, in order; of one that was rotated only the rotated file may be left."""
+    if not root.is_dir():
+        raise TimelineError(f"{root} is no folder")
+    names = {path for path in root.rglob(f"*{_SUFFIX}") if path.is_file()}
+    alone = (path for path in root.rglob(f"*{_SUFFIX}{ROTATED}") if path.is_file())
+    names |= {path for path in alone if Path(str(path).removesuffix(ROTATED)) not in names}
+    yield from sorted(names)
+
+
+def _by_process(report: Audit) -> Iterator[tuple[tuple[int, int], Audit]]:
+    """The report of each process that wrote to a file."""
+    graphs: dict[tuple[int, int], list[GraphAudit]] = {}
+    for graph in report.graphs:
+        graphs.setdefault((graph.rank, graph.pid), []).append(graph)
+    if len(graphs) == 1:
+        yield next(iter(graphs)), report
+        return
+    for key, own in graphs.items():
+        # Beside those of other processes they were told apart, and their shares were of all.
+        audit = Audit(graphs=with_identities([_without_shares(graph) for graph in own]), events=report.events)
+        yield key, with_shares(audit)
+
+
+def _without_shares(graph: GraphAudit) -> GraphAudit:
+    parts = tuple(
+        dataclasses.replace(
+            part,
+            subgraphs=tuple(dataclasses.replace(row, share=None, shares=Shares()) for row in part.subgraphs),
+        )
+        for part in graph.parts
+    )
+    return dataclasses.replace(graph, parts=parts)
+
+
+def _process(path: str, rank: int, pid: int, audit: Audit, kinds: dict[str, _Kind]) -> Process:
+    facts = facts_of(audit)
+    digest = hashlib.sha256("\n".join(sorted(facts)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    kind = kinds.get(digest)
+    if kind is None:
+        kept = facts if len(kinds) < _GROUPS else None
+        kind = kinds[digest] = _Kind(len(kinds), path, audit.summary(), kept)
+    kind.processes += 1
+    kind.ranks.add(rank)
+    times = [graph.time for graph in audit.graphs if graph.time]
+    return Process(
+        path=path,
+        rank=rank,
+        pid=pid,
+        group=kind.number,
+        graphs=len(audit.graphs),
+        subgraphs=sum(1 for row in audit.subgraphs if not row.parent),
+        shares=audit.shares,
+        fallbacks=len(audit.fallbacks),
+        retreats=len(audit.retreats),
+        mismatches=len(audit.mismatches),
+        seconds=sum(sum(graph.compile_seconds.values()) for graph in audit.graphs),
+        caches=dict(sorted(Counter(cache.verdict for graph in audit.graphs for cache in graph.caches).items())),
+        started=min(times, default=0.0),
+    )
+
+
+def _groups(kinds: dict[str, _Kind]) -> tuple[tuple[Group, ...], dict[int, int]]:
+    """The groups, the largest first, and their numbers by those of the kinds."""
+    order = sorted(kinds.items(), key=lambda item: (-item[1].processes, min(item[1].ranks), item[1].number))
+    first = next((kind.facts for _, kind in order if kind.facts is not None), frozenset[str]())
+    groups: list[Group] = []
+    for number, (digest, kind) in enumerate(order):
+        known = kind.facts is not None and order[0][1].facts is not None
+        added = sorted(kind.facts - first) if known and kind.facts is not None else []
+        missing = sorted(first - kind.facts) if known and kind.facts is not None else []
+        groups.append(
+            Group(
+                number=number,
+                digest=digest,
+                processes=kind.processes,
+                ranks=tuple(sorted(kind.ranks)),
+                example=kind.example,
+                summary=kind.summary,
+                added=tuple(added[:_SHOWN]),
+                missing=tuple(missing[:_SHOWN]),
+                differences=len(added) + len(missing) if known else -1,
+            )
+        )
+    return tuple(groups), {kind.number: number for number, (_, kind) in enumerate(order)}
+
+
+def ranges_of(numbers: Iterable[int]) -> str:
+    """`0-3, 5` of 0, 1, 2, 3, 5."""
+    pieces: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if pieces and number == pieces[-1][1] + 1:
+            pieces[-1][1] = number
+        else:
+            pieces.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in pieces)
+
+
+def _plural(count: int, noun: str, ending: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"

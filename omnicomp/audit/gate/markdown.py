@@ -1,0 +1,114 @@
+"""The audit with its verdict as Markdown, for a comment on a pull request: short, and the rest behind a fold."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from omnicomp.audit.gate.verdict import STATES, Verdict
+from omnicomp.audit.gate.views import Line, bounds, levers, lines, notes, why
+from omnicomp.audit.views.escapes import code, markdown
+from omnicomp.audit.views.summary import percent, plural, short_source
+
+__all__ = ["to_markdown"]
+
+# A comment on GitHub has room for 65536 characters.
+_ROWS: Final = 20
+_FOLDED: Final = 30
+_LONGEST: Final = 400
+_ROOM: Final = 60_000
+
+
+def to_markdown(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts on one or several reports.
+
+    Args:
+        verdicts: at least one.
+    """
+    text = "\n".join(_all(verdicts))
+    if len(text) > _ROOM:  # many reports: the headlines are what there is room for
+        text = "\n".join(line for verdict in verdicts for line in (_headline(verdict, named=True), ""))
+    if len(text) > _ROOM:
+        over = sum(verdict.over for verdict in verdicts)
+        text = f"**omnicomp:** {over} of {len(verdicts)} reports are over the fallback budget.\n"
+    return text
+
+
+def _all(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    for verdict in verdicts:
+        yield from _one(verdict, named=len(verdicts) > 1)
+    found = notes(verdicts)
+    if found:
+        yield from ("**Acknowledgements**", "")
+        yield from (f"- {_cut(note)}" for note in found[:_ROWS])
+        yield ""
+
+
+def _headline(verdict: Verdict, *, named: bool) -> str:
+    name = f" {code(verdict.name)}" if named and verdict.name else ""
+    head = "over the fallback budget" if verdict.over else "within the fallback budget"
+    return f"**omnicomp:{name} {head}:** {markdown(', '.join(bounds(verdict)))}"
+
+
+def _one(verdict: Verdict, *, named: bool) -> Iterator[str]:
+    yield from (_headline(verdict, named=named), "")
+    counted = lines(verdict.counted)
+    if counted:
+        yield from ("| runs eager | where | why | to change this |", "|---|---|---|---|")
+        for line in counted[:_ROWS]:
+            reasons = line.first.reasons
+            cells = (
+                code(line.what),
+                _where(line),
+                _cut(why(reasons)) or "no reason was recorded",
+                _cut(levers(reasons)),
+            )
+            yield f"| {' | '.join(cells)} |"
+        yield from ("", f"and {len(counted) - _ROWS} more", "") if len(counted) > _ROWS else ("",)
+    mismatches = verdict.audit.mismatches
+    for row in mismatches[:_ROWS]:
+        yield f"- {code(row.id)} did not run as planned: {_cut(row.difference)}"
+    yield from ("",) if mismatches else ()
+    rest = lines(item for item in verdict.fallen if item.state != "counts")
+    if rest:
+        yield from _folded(
+            f"On eager without counting: {plural(sum(line.nodes for line in rest), 'operator')}", _rest(rest)
+        )
+    yield from _folded("The whole report in a line", [markdown(verdict.audit.summary()), "", *_shares(verdict)])
+
+
+def _rest(rest: Sequence[Line]) -> Iterator[str]:
+    yield from ("| runs eager | where | does not count, as |", "|---|---|---|")
+    for line in rest[:_FOLDED]:
+        state, because = STATES[line.first.state], line.first.why
+        yield f"| {code(line.what)} | {_where(line)} | {state}{f': {_cut(because)}' if because else ''} |"
+    if len(rest) > _FOLDED:
+        yield from ("", f"and {len(rest) - _FOLDED} more")
+
+
+def _shares(verdict: Verdict) -> Iterator[str]:
+    bases = {basis: shares for basis, shares in verdict.audit.shares_by.items() if shares}
+    if not bases:
+        return
+    yield from (
+        f"| share of | {' | '.join(map(markdown, _lowerings(verdict)))} |",
+        f"|---|{'---:|' * len(_lowerings(verdict))}",
+    )
+    for basis, shares in bases.items():
+        cells = [percent(shares.get(lowering, 0.0)) for lowering in _lowerings(verdict)]
+        yield f"| {basis} | {' | '.join(cells)} |"
+
+
+def _lowerings(verdict: Verdict) -> list[str]:
+    found = {name: None for shares in verdict.audit.shares_by.values() for name in shares}
+    return [name for name in found][:_ROWS]
+
+
+def _folded(title: str, body: Iterable[str]) -> Iterator[str]:
+    yield from ("<details>", f"<summary>{title}</summary>", "", *body, "", "</details>", "")
+
+
+def _where(line: Line) -> str:
+    return code(line.where(map(short_source, line.places)).strip().removeprefix("at ").removeprefix("in "))
+
+
+def _cut(text: str) -> str:
+    return markdown(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…")

@@ -1,9 +1,0 @@
-"""The style sheet that omnicomp's HTML pages share."""
-
-from typing import Final
-
-from omnicomp.audit.assets import asset
-
-__all__ = ["STYLE"]
-
-STYLE: Final = asset("base.css")

@@ -1,0 +1,1 @@
+"""Views of one report: text, tree, why, HTML page, trace, JSON."""

@@ -1,0 +1,92 @@
+"""Autograd: a graph behind the passes is differentiated, and each of its parts built by the ladder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from omnicomp._torch.autograd import aot_autograd, partitioner
+from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor.cache_lookups import Lookup, autograd_lookups
+from omnicomp._torch.repairs import folded_nans
+from omnicomp.backend.capture import CapturedGraph
+from omnicomp.backend.stage_times import autograd_stage, stage
+from omnicomp.builder.cache_keys import verdict
+from omnicomp.builder.known_failures import wrong_code
+from omnicomp.builder.part import build_part
+from omnicomp.builder.record import replay
+from omnicomp.builder.stitched_artefact import restoring
+from omnicomp.lowerings.engines.inputs import Weights, engines_of, informed, weights_of
+from omnicomp.runtime.fallback_limit import judge_graph
+from omnicomp.runtime.fallback_warning import notify
+from omnicomp.runtime.tf32 import compiling
+from omnicomp.timeline import current
+from omnicomp.timeline.activity import activity
+
+__all__ = ["compile_parts", "uses_inductor"]
+
+
+@autograd_stage
+def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, weights: Weights | None = None) -> Any:
+    """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed.
+
+    Args:
+        gm: a Dynamo graph behind the passes.
+        inputs: real or fake tensors and symbolic sizes, one a placeholder.
+        graph: what it belongs to.
+        weights: the model's weights among the inputs, if those are fake.
+    """
+    # A verdict on generated code must not be passed by in a cache that holds that code.
+    tag = f"{graph.digest}{wrong_code()}"
+    engines, count = bool(engines_of(graph.policy)), len(inputs)
+    known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
+
+    def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        name = compile_fx.part_name(kwargs)
+        context = graph.context(name, kwargs)
+        context = informed(context, part, known, count) if engines else context
+        doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
+        with compile_fx.cache_tag(tag), compiling(context), stage("lowering", graph.id, name), doing:
+            built = build_part(part, part_inputs, context)
+        if name == "backward":
+            judge_graph(graph.id, graph.policy)
+            notify(graph.id, graph.policy)
+        return built
+
+    def restored(compiled: Any, kept: compile_fx.Kept) -> None:
+        replay(kept, graph.context(kept.part, {}), compiled)
+
+    if not uses_inductor(graph):
+        return aot_autograd.compile_graph(gm, inputs, inner_compile)
+    lookups: list[Lookup] = []
+    patches = folded_nans.config_patches(partitioner.config_patches(graph.policy.inductor))
+    # A restored part comes without the graph that it could be compared with. And torch looks it up also for a
+    # partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be cached.
+    keyed = patches["custom_partitioner_fn"].uuid() is not None
+    lookup = compile_fx.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
+    with (
+        compile_fx.cache_tag(tag),
+        compiling(graph.context("", {})),
+        compile_fx.on_artefact_loaded(restored),
+        restoring(lambda part: graph.context(part, {})),
+        autograd_lookups(lookups),
+        lookup,
+        activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
+    ):
+        compiled = compile_fx.compile_fx(
+            gm,
+            list(inputs),
+            inner_compile=inner_compile,
+            config_patches=patches,
+            decompositions={} if engines else None,
+        )
+    for question in lookups:
+        current().append(verdict(question, graph.key, graph=graph.id, part=""))
+    return compiled
+
+
+def uses_inductor(graph: CapturedGraph) -> bool:
+    """Whether a part of the graph may go to Inductor, so that `compile_fx` drives autograd."""
+    policy = graph.policy
+    asked = "inductor" in policy.lowerings or any("inductor" in rule.lowerings for rule in policy.rules)
+    return asked and "inductor" in graph.device.lowerings

@@ -1,0 +1,239 @@
+"""A captured graph: its id, its device, and the digest that the compile caches know it by."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from omnicomp import passes
+from omnicomp._torch.dynamo import control_flow
+from omnicomp._torch.inductor import compile_fx
+from omnicomp.analysis.costs import known_sizes
+from omnicomp.analysis.nodes import all_nodes, call_count, fake_value, function_name, module_path, source_line
+from omnicomp.analysis.provenance import Places
+from omnicomp.analysis.stable_identity import content_of_all
+from omnicomp.backend.attach_sinks import attach_all
+from omnicomp.backend.graph_breaks import record_graph_break
+from omnicomp.builder.cache_keys import KeyParts
+from omnicomp.builder.known_failures import wrong_code
+from omnicomp.builder.record import distinct
+from omnicomp.devices import Device, primary_device, resolve_device
+from omnicomp.errors import harmless
+from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.options.effective import effective_options
+from omnicomp.options.policy import Policy
+from omnicomp.passes.base import digest as passes_digest
+from omnicomp.runtime.tf32 import record_without_tf32
+from omnicomp.timeline import Capture, NodePlacement, Option, Reason, Stage, current, rank
+from omnicomp.timeline.values import common_path
+
+__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts", "package_digest", "version"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CapturedGraph:
+    """A captured graph on its way through the backend."""
+
+    id: str
+    device: Device
+    policy: Policy
+    training: bool
+    digest: str
+    modules: tuple[str, ...]
+    sources: tuple[str, ...]
+    sizes: dict[str, int]
+    capture: Capture
+    declined: tuple[NodePlacement, ...] = ()
+    places: Places = dataclasses.field(default_factory=Places)
+    key: KeyParts = dataclasses.field(default_factory=KeyParts)
+
+    def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
+        """What the lowerings may know about one part."""
+        return LoweringContext(
+            graph_id=self.id,
+            part=part,
+            device=self.device,
+            policy=self.policy,
+            timeline=current(),
+            inductor_kwargs=dict(inductor_kwargs),
+            digest=self.digest,
+            modules=self.modules,
+            sources=self.sources,
+            places=self.places,
+            sizes=self.sizes,
+            declined=self.declined,
+            key=self.key,
+        )
+
+
+def capture_graph(
+    gm: GraphModule, inputs: Sequence[Any], policy: Policy, options: Mapping[str, Any] | None
+) -> CapturedGraph:
+    """Record the graph and choose its device."""
+    timeline = current()
+    attach_all(timeline, policy)
+    nodes = list(all_nodes(gm))
+    tensors = [v for v in tree_leaves([fake_value(n) for n in nodes]) if isinstance(v, torch.Tensor)]
+    tensors += [v for v in inputs if isinstance(v, torch.Tensor)]
+    device = (
+        primary_device(t.device.type for t in tensors) if policy.device == "auto" else resolve_device(policy.device)
+    )
+    training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+    paths = [module_path(node) for node in nodes]
+    id, modules, function = timeline.next_graph(), distinct(paths), function_name(nodes)
+    effective, origins = effective_options(policy, options)
+    scope = _scope(policy, id, nodes)
+    parts = {**key_parts(policy, device), **({"what rules of placement go by": ("", scope)} if scope else {})}
+    graph = CapturedGraph(
+        id=id,
+        device=device,
+        policy=policy,
+        training=training,
+        digest=f"{graph_digest(policy, device)}{scope}",
+        modules=modules,
+        sources=distinct(map(source_line, nodes)),
+        sizes=known_sizes(inputs),
+        key=KeyParts(identity=_identity(function, modules, training), parts=parts),
+        capture=Capture(
+            graph=id,
+            compile_id=control_flow.compile_id(),
+            function=function,
+            nodes=call_count(gm),
+            device=device.type,
+            training=training,
+            dynamic=any(isinstance(v, torch.SymInt) for v in inputs),
+            mode=policy.mode,
+            options=dict(options or {}),
+            versions=_versions(device),
+            effective=effective,
+            origins=origins,
+            module=common_path(filter(None, paths)),
+            fingerprint=content_of_all(nodes),
+            device_name=_name_of(device),
+            platform=f"{platform.system()} {platform.machine()}",
+            pid=os.getpid(),
+            rank=rank(),
+        ),
+    )
+    timeline.append(graph.capture)
+    tracing = control_flow.seconds_of_tracing()
+    if tracing is not None:
+        timeline.append(Stage(graph=id, stage="dynamo", seconds=tracing))
+    record_graph_break(gm, id, timeline)
+    record_without_tf32(id, policy.dtype_policy, device, timeline)
+    if compile_fx.freezing_requested(policy.inductor):
+        _record_freezing(graph)
+    return graph
+
+
+@functools.cache
+def _name_of(device: Device) -> str:
+    """Name of a device for a person; empty if it does not tell."""
+    name = ""
+    with harmless("the device's name"):
+        name = device.capabilities().name if device.is_available() else ""
+    return name
+
+
+def _versions(device: Device) -> dict[str, str]:
+    """Of the software that a graph is compiled with."""
+    found = {"torch": torch.__version__, "omnicomp": version(), "python": platform.python_version()}
+    toolkit = torch.version.cuda or torch.version.hip
+    if device.type == "cuda" and toolkit:
+        found["hip" if torch.version.hip else "cuda"] = toolkit
+    return found
+
+
+def _record_freezing(graph: CapturedGraph) -> None:
+    current().append(
+        Option(
+            graph=graph.id,
+            key="freezing",
+            requested="True",
+            effective="False",
+            reason=Reason(
+                code="option_ineffective",
+                by="dynamo",
+                sentence="Dynamo decides on freezing from the global config while it traces, before options are read",
+                lever="set torch._inductor.config.freezing = True before the first call, under torch.no_grad()",
+            ),
+        )
+    )
+
+
+def graph_digest(policy: Policy, device: Device) -> str:
+    """Hash of everything of ours that changes generated code, for the keys of the compile caches."""
+    parts = (
+        package_digest(),
+        sorted(policy.digest_parts().items()),
+        device.type,
+        passes_digest(passes.PIPELINE),
+        overrides.digest(policy.disable_overrides, policy.overrides),
+    )
+    return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
+
+
+def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
+    """What the digest is made of, part by part: a text to show, and a hash."""
+    parts = {"omnicomp": (version(), package_digest()), "device": (device.type, device.type)}
+    parts["code found to be wrong"] = ("", wrong_code())
+    for name, value in policy.digest_parts().items():
+        parts[f"option {name}"] = (repr(value), repr(value))
+    for item in passes.PIPELINE:
+        parts[f"pass {item.name}"] = ("", passes_digest((item,)))
+    for item in overrides.enabled(policy.disable_overrides, policy.overrides):
+        parts[f"override {item.name}"] = ("", item.digest)
+    return parts
+
+
+def _scope(policy: Policy, id: str, nodes: Sequence[Node]) -> str:
+    """What rules of placement go by that is not in torch's keys: modules, and the graph's id where a rule names one.
+
+    Without it a graph that looks the same would be restored as a rule cut another one.
+    """
+    if not policy.rules:
+        return ""
+    seen = [id if any(rule.place is not None for rule in policy.rules) else "", *sorted(set(map(module_path, nodes)))]
+    return f"-{hashlib.sha256(repr(seen).encode()).hexdigest()[:12]}"
+
+
+def _identity(function: str, modules: Sequence[str], training: bool) -> str:
+    """What stays the same when a program is edited: its function and modules, without line numbers."""
+    return "\n".join((re.sub(r":\d+\)$", ")", function), f"training: {training}", *modules))
+
+
+@functools.cache
+def version() -> str:
+    """Version of the installed package, or `checkout` if it is not installed."""
+    try:
+        return importlib.metadata.version("omnicomp")
+    except importlib.metadata.PackageNotFoundError:
+        return "checkout"
+
+
+@functools.cache
+def package_digest() -> str:
+    """Hash of omnicomp's version and sources: an edited checkout never meets the artefacts of the old one.
+
+    The views (audit, cli) are left out: they read what was compiled and change nothing of it.
+    """
+    value = hashlib.sha256(version().encode())
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] in ("audit", "cli"):
+            continue
+        value.update(str(relative).encode())
+        value.update(path.read_bytes())
+    return value.hexdigest()

@@ -1,0 +1,113 @@
+"""The choice for a graph: known from an earlier process, measured now, or by rule where it can't be measured."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from omnicomp._torch.dynamo import control_flow
+from omnicomp._torch.dynamo.late_compile import is_fake, is_subclass, is_tracing
+from omnicomp._torch.fx import copy_module
+from omnicomp.backend.autograd import compile_parts
+from omnicomp.backend.capture import CapturedGraph
+from omnicomp.backend.select import results
+from omnicomp.backend.select.candidates import Option, by_rule, options
+from omnicomp.backend.select.contest import Contest, Unmeasurable
+from omnicomp.lowerings.engines.inputs import weights_of
+from omnicomp.timeline import Option as OptionEvent
+from omnicomp.timeline import Reason, current
+
+__all__ = ["compile_chosen"]
+
+log = logging.getLogger("omnicomp.backend.select")
+
+
+def compile_chosen(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Any:
+    """Compile a graph as the policy's `choose` says; the same as `compile_parts` where that is `off`.
+
+    Args:
+        gm: a Dynamo graph behind the passes.
+        inputs: what Dynamo passed; real ones can be measured on.
+        graph: what it belongs to.
+    """
+    if graph.policy.choose == "off":
+        return compile_parts(gm, inputs, graph)
+    weights = bool(weights_of(gm, inputs))
+    chosen = by_rule(gm, graph, weights=weights)
+    if graph.policy.choose == "measure":
+        obstacle = _obstacle(inputs, graph)
+        if obstacle:
+            _record_by_rule(graph, chosen, obstacle)
+        else:
+            chosen = _measured(gm, inputs, graph, chosen, weights=weights)
+    return compile_parts(gm, inputs, chosen.graph(graph))
+
+
+def _obstacle(inputs: Sequence[Any], graph: CapturedGraph) -> str:
+    """Why a graph can't be measured; empty if it can."""
+    if graph.training:
+        return "a training step can't be tried: its backward is compiled later, and weights change"
+    if not is_tracing():
+        return "it is compiled outside of Dynamo"
+    for value in inputs:
+        if is_subclass(value):
+            return "an input is a tensor that wraps others"
+        if isinstance(value, torch.Tensor) and (is_fake(value) or value.is_meta):
+            return "it is compiled without the inputs of a call"
+    return ""
+
+
+def _measured(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, rule: Option, *, weights: bool) -> Option:
+    """The fastest candidate, as an earlier process or this one measured it."""
+    candidates, refused = options(gm, graph, weights=weights)
+    if not candidates:
+        _record_by_rule(graph, rule, "none of the candidates is there")
+        return rule
+    key = results.key_of(gm, graph, candidates, list(refused))
+    known = results.read(key) if graph.policy.verdicts == "use" else None
+    if known is not None:
+        option = _named(known, candidates)
+        if option is not None:
+            for event in known.candidates:
+                current().append(dataclasses.replace(event, graph=graph.id, source="kept"))
+            return option
+    try:
+        contest = Contest(copy_module(gm), inputs, graph)
+        winner = contest.run(candidates, refused)
+    except control_flow.CONTROL_FLOW:
+        raise
+    except Unmeasurable as error:
+        _record_by_rule(graph, rule, str(error))
+        return rule
+    for event in contest.events:
+        current().append(event)
+    if graph.policy.verdicts != "off":
+        results.write(key, results.Kept(winner=winner.name, rules=winner.rules, candidates=contest.events))
+    return winner
+
+
+def _named(known: results.Kept, candidates: Sequence[Option]) -> Option | None:
+    """The candidate that won, with the rules that were found for it."""
+    base = known.winner.partition(" in part")[0]
+    found = next((option for option in candidates if option.name == base), None)
+    return None if found is None else dataclasses.replace(found, name=known.winner, rules=known.rules)
+
+
+def _record_by_rule(graph: CapturedGraph, rule: Option, why: str) -> None:
+    current().append(
+        OptionEvent(
+            graph=graph.id,
+            key="lowerings",
+            requested="measure",
+            effective=rule.name,
+            reason=Reason(
+                code="option_ineffective",
+                by="choice",
+                sentence=f"nothing is measured for this graph, and a rule chooses: {why}",
+                lever="compile for inference, under torch.no_grad() or inference_mode()",
+            ),
+        )
+    )

@@ -1,0 +1,154 @@
+"""The way down for an artefact from a cache: the graph that it was made of travels with it, as text.
+
+AOTAutograd's cache restores compiled code without the graph. Should that code raise in a call, eager needs the graph:
+so its generated source, its small constants and the layout of its results are kept in the artefact, beside the record
+of its decisions. What a start reads of it is one short line; the rest is read only when a call has raised.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from omnicomp._torch.fx import boxed, copy_module
+from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor.graph_text import from_source, to_source
+from omnicomp.analysis.costs import hint_of_text, size_of
+from omnicomp.analysis.layouts import Layout
+from omnicomp.builder.find_failing import first_line
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings.eager import eager_executable, prepare
+from omnicomp.runtime.guard import Boxed, Guard, obstacle, recorded_as_cudagraph
+from omnicomp.timeline import Reason
+
+__all__ = ["HELD_BYTES", "dump_graph", "dumps", "guard", "guard_call", "load_graph", "load_layout"]
+
+# Of what was saved for a backward, this much is held until its call has returned, so that it can be repeated.
+HELD_BYTES = 64 * 2**20
+
+
+def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
+    """What to keep of a post-autograd graph before Inductor gets it; the same for the same graph.
+
+    Args:
+        module: the graph; it is copied.
+        inputs: fake tensors and symbolic sizes that would be held for a call to be repeated.
+
+    Returns:
+        A line of JSON that is read at each start, and one that is read after a failure.
+    """
+    reason, body = obstacle(module), ""
+    head: dict[str, Any] = {
+        "inputs": [str(node.target) for node in module.graph.find_nodes(op="placeholder")],
+        "bytes": str(size_of(inputs)[0]),
+    }
+    if reason is None:
+        try:
+            body = dump_graph(copy_module(module))
+        except Exception as error:  # noqa: BLE001 - the reason why no other way is tried, should a call raise
+            reason = Reason(
+                code="not_repeatable",
+                by="execution",
+                sentence=f"a failed call can't be repeated after a start from the cache, as {first_line(error)}",
+                lever="compile without the cache: torch._functorch.config.enable_autograd_cache = False",
+            )
+    # The user's lines would make the key depend on where the program stands in its file.
+    head["obstacle"] = dataclasses.replace(reason, source="").to_dict() if reason is not None else None
+    return f"{json.dumps(head, sort_keys=True)}\n{body}".encode()
+
+
+def dump_graph(module: GraphModule) -> str:
+    """A post-autograd graph as text, to be run operator by operator.
+
+    Args:
+        module: the graph; it is changed.
+
+    Raises:
+        Exception: something that the graph holds can't travel as text.
+    """
+    layouts, operators = prepare(module)
+    boxed(module)
+    return json.dumps(
+        {
+            "graph": to_source(module),
+            "layouts": [layout and dataclasses.asdict(layout) for layout in layouts],
+            "operators": operators,
+        },
+        sort_keys=True,
+    )
+
+
+def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: bool) -> Guard:
+    """What steps down from a restored artefact to eager if a call raises, where that is safe.
+
+    Args:
+        kept: what `dumps` made.
+        context: where the part belongs now.
+        compiled: the restored graph, ready to be called.
+        recorded: whether it is to be recorded as a CUDA graph.
+    """
+    written = compile_fx.overwritten_inputs(compiled)
+    return guard_call(kept, context, compiled.current_callable, overwritten=written, recorded=recorded)
+
+
+def guard_call(
+    kept: bytes,
+    context: LoweringContext,
+    call: Boxed,
+    *,
+    overwritten: frozenset[str],
+    recorded: bool = False,
+    piece: int | None = None,
+    lowering: str = "inductor",
+    around: Callable[[Boxed], Boxed] = lambda call: call,
+) -> Guard:
+    """The same for what is called, which may be a piece of a part that was cut.
+
+    Args:
+        kept: what `dumps` made.
+        context: where the part belongs now.
+        call: what was restored.
+        overwritten: names of what it may write to once it is through with it.
+        recorded: whether it is to be recorded as a CUDA graph.
+        piece: its index, if the part was cut.
+        lowering: its lowering.
+        around: makes what eager calls of the graph's own function.
+    """
+    line, _, body = kept.partition(b"\n")
+    head: dict[str, Any] = json.loads(line)
+    names = tuple(head["inputs"])
+    reason = Reason.from_dict(head["obstacle"]) if head["obstacle"] else None
+    size = hint_of_text(head["bytes"], context.sizes)
+
+    def build() -> Executable:
+        result = load_graph(body)
+        return dataclasses.replace(result, call=around(result.call))
+
+    return Guard(
+        call=call,
+        inputs=names,
+        build=build,
+        overwritten=overwritten & set(names),
+        obstacle=recorded_as_cudagraph(context.part_id) if recorded else reason,
+        context=context,
+        subgraph=f"{context.part_id}.{piece or 0}",
+        lowering=lowering,
+        keep_inputs=(piece is None and context.part != "backward") or 0 <= size <= HELD_BYTES,
+    )
+
+
+def load_graph(body: str | bytes) -> Executable:
+    """The eager executable of what `dump_graph` made."""
+    data: dict[str, Any] = json.loads(body)
+    layouts = list(map(load_layout, data["layouts"]))
+    return eager_executable(from_source(data["graph"]), layouts, data["operators"])
+
+
+def load_layout(data: dict[str, Any] | None) -> Layout | None:
+    """A layout from its fields."""
+    if data is None:
+        return None
+    strides = data["strides"]
+    return Layout(strides=None if strides is None else tuple(strides), order=tuple(data["order"]))

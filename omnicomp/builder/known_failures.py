@@ -1,0 +1,322 @@
+"""What Inductor could not build, or built wrongly, kept on disk: the next process knows it before its first build.
+
+One small JSON file for each graph of a part, under Inductor's cache folder. It holds names of nodes and reasons, and
+no tensor. What depends on the moment or the machine, as memory and a missing compiler do, is never kept; what took
+longer than was allowed is kept with the time that was, and is tried again where more is.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule
+
+from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
+from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.lowerings import LoweringContext
+from omnicomp.store import folder, write_whole
+from omnicomp.timeline import Cache, Reason
+
+__all__ = ["CACHE", "Entry", "PartVerdicts", "entries", "forget", "wrong_code"]
+
+CACHE: Final = "verdicts"
+_SCHEMA: Final = 1
+_BYTES: Final = 2**20
+# A process finds out anew what it found before: what is faulty may have been repaired in it meanwhile.
+_PROCESS: Final = uuid.uuid4().hex
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What is known of one graph.
+
+    Attributes:
+        key: of the graph, Inductor, and everything of ours that changes it.
+        graph: its first user function and part, for people.
+        writer: the process that found it.
+        time: seconds since the epoch.
+        compilers: the compilers that it was found with; others may do better.
+        builds: how many builds were spent if they did not suffice to find the smallest change; None if they did.
+        cut: nodes that leave Inductor, by name.
+        boundaries: nodes before which it is cut.
+        values: whether what was built computed something wrong; otherwise it could not be built.
+        slow: which of `cut` leave because the time that is allowed for building was used up.
+        untuned: why it is built without autotuning; None if it is not.
+        seconds: the time that was allowed, if `slow` or `untuned` is due to it; more may do.
+        scripts: paths of the scripts that show it.
+    """
+
+    key: str
+    graph: str = ""
+    writer: str = ""
+    time: float = 0.0
+    compilers: str = ""
+    builds: int | None = None
+    cut: Mapping[str, Reason] = dataclasses.field(default_factory=dict[str, Reason])
+    boundaries: frozenset[str] = frozenset()
+    values: bool = False
+    slow: frozenset[str] = frozenset()
+    untuned: Reason | None = None
+    seconds: float | None = None
+    scripts: tuple[str, ...] = ()
+
+    def with_more_time(self) -> "Entry":
+        """The entry without what may be otherwise if more time is allowed."""
+        cut = {name: reason for name, reason in self.cut.items() if name not in self.slow}
+        return dataclasses.replace(self, cut=cut, slow=frozenset(), untuned=None, seconds=None)
+
+    def only_slow(self) -> "Entry":
+        """The entry with nothing but that."""
+        cut = {name: reason for name, reason in self.cut.items() if name in self.slow}
+        return dataclasses.replace(self, cut=cut, boundaries=frozenset(), scripts=(), builds=None)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it says nothing."""
+        return not (self.cut or self.boundaries or self.untuned)
+
+    def dumps(self) -> str:
+        """The entry as JSON."""
+        data = {**dataclasses.asdict(self), "schema": _SCHEMA, "boundaries": sorted(self.boundaries)}
+        data["cut"] = {name: reason.to_dict() for name, reason in self.cut.items()}
+        data["slow"] = sorted(self.slow)
+        data["untuned"] = None if self.untuned is None else self.untuned.to_dict()
+        return json.dumps(data, sort_keys=True, indent=1)
+
+    @classmethod
+    def loads(cls, text: str) -> "Entry":
+        """Read what `dumps` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != _SCHEMA:
+            raise ValueError("it is no verdict of this version")
+        try:
+            return cls(
+                key=_typed(data, "key", str),
+                graph=_typed(data, "graph", str),
+                writer=_typed(data, "writer", str),
+                time=float(data["time"]),
+                compilers=_typed(data, "compilers", str),
+                builds=None if data["builds"] is None else _typed(data, "builds", int),
+                cut={str(name): Reason.from_dict(item) for name, item in _typed(data, "cut", dict).items()},
+                boundaries=frozenset(map(str, _typed(data, "boundaries", list))),
+                values=_typed(data, "values", bool),
+                slow=frozenset(map(str, data.get("slow", ()))),
+                untuned=None if data.get("untuned") is None else Reason.from_dict(_typed(data, "untuned", dict)),
+                seconds=None if data.get("seconds") is None else float(data["seconds"]),
+                scripts=tuple(map(str, _typed(data, "scripts", list))),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its field is missing or wrong: {error}") from error
+
+
+def _typed(data: Mapping[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(data[name], kind):
+        raise TypeError(name)
+    return data[name]
+
+
+class PartVerdicts:
+    """What is known of one part's graph, from earlier processes and from this one."""
+
+    def __init__(self, module: GraphModule, context: LoweringContext) -> None:
+        """Take the key of a part, under the settings with which it is built; Inductor changes the graph later.
+
+        Args:
+            module: the graph, before overrides are put into it.
+            context: where it belongs.
+        """
+        self._context = context
+        self._lock = threading.Lock()
+        self._enabled = context.policy.verdicts != "off" and "inductor" in context.device.lowerings and keeps_caches()
+        self._entry = Entry(key="")
+        if self._enabled:
+            nodes = list(module.graph.nodes)
+            content = (fingerprint(nodes, names=True), context.digest, context.part, _hardware(context.device.type))
+            targets = (node.target for node in nodes if node.op == "call_function")
+            key = hashlib.sha256(repr((*content, inductor_identity(targets))).encode()).hexdigest()[:40]
+            graph = next(iter(context.sources), "")
+            self._entry = Entry(key=key, graph=f"{context.part_id} {graph}".rstrip(), writer=_PROCESS)
+
+    @property
+    def key(self) -> str:
+        """Key of the part; empty where nothing is kept."""
+        return self._entry.key
+
+    def known(self) -> Entry | None:
+        """What an earlier process found, with reasons that say so; recorded in the timeline."""
+        policy = self._context.policy
+        if not self._enabled or policy.verdicts == "forget" or policy.on_error == "raise":
+            return None
+        path = folder() / CACHE / f"{self.key}.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeError) as error:
+            return self.unusable("bypass", f"{path} can't be read, so it is found out afresh: {error}")
+        try:
+            found = Entry.loads(text)
+            if found.key != self.key:
+                raise ValueError("it belongs to another graph")
+        except ValueError as error:
+            return self.unusable("bypass", f"{path} is damaged, so it is found out afresh: {error}")
+        earlier = "process"
+        if found.writer == _PROCESS and not found.values:
+            # What was slow is not repaired meanwhile, and to find that out takes long.
+            found, earlier = found.only_slow(), "build"
+            if found.empty:
+                return None
+        if found.compilers != compilers(self._context.device.type):
+            return self._record("miss", "it was found with other compilers, so it is found out afresh")
+        if found.builds is not None and policy.max_builds > found.builds:
+            return self._record("miss", f"it was found with {found.builds} builds, and more are allowed now")
+        if found.seconds is not None and (policy.build_seconds is None or policy.build_seconds > found.seconds):
+            found, before = found.with_more_time(), found.seconds
+            if found.empty:
+                return self._record("miss", f"it was found with {before:g} s to build, and more are allowed now")
+        with contextlib.suppress(OSError):  # only its age is lost
+            os.utime(path)
+        self._entry = dataclasses.replace(found, writer=_PROCESS)
+        nodes = "1 node leaves" if len(found.cut) == 1 else f"{len(found.cut)} nodes leave"
+        nodes += ", built without autotuning," if found.untuned else ""
+        self._record("hit", f"{nodes} Inductor, as is known from an earlier {earlier}")
+        cut = {name: _earlier(reason, earlier) for name, reason in found.cut.items()}
+        untuned = None if found.untuned is None else _earlier(found.untuned, earlier)
+        return dataclasses.replace(found, cut=cut, untuned=untuned)
+
+    def add(
+        self,
+        cut: Mapping[str, Reason],
+        boundaries: Iterable[str] = (),
+        *,
+        scripts: Iterable[str] = (),
+        builds: int | None = None,
+        values: bool = False,
+        untuned: Reason | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Keep what was found, with what was known before.
+
+        Args:
+            cut: nodes that must leave Inductor, by name.
+            boundaries: nodes before which it must be cut.
+            scripts: paths of scripts that show it.
+            builds: the bound on builds if it kept the smallest change from being found.
+            values: whether what was built computed something wrong.
+            untuned: why it is built without autotuning, if it is.
+            seconds: the time that was allowed for building, if that it was used up is why.
+        """
+        if not self._enabled:
+            return
+        with self._lock:
+            old = self._entry
+            self._entry = dataclasses.replace(
+                old,
+                time=time.time(),
+                compilers=compilers(self._context.device.type),
+                builds=old.builds if builds is None else builds,
+                cut={**old.cut, **cut},
+                boundaries=old.boundaries | frozenset(boundaries),
+                values=old.values or values,
+                slow=old.slow if seconds is None else old.slow | frozenset(cut),
+                untuned=untuned or old.untuned,
+                seconds=old.seconds if seconds is None else seconds,
+                scripts=tuple(dict.fromkeys([*old.scripts, *scripts])),
+            )
+            text = self._entry.dumps()
+            if len(text) > _BYTES:
+                self.unusable("bypass", f"it is not kept, as its {len(text)} characters are too many")
+                return
+            try:
+                write_whole(folder() / CACHE / f"{self.key}.json", text)
+                if values:
+                    _mark_wrong(self.key)
+            except OSError as error:
+                self.unusable("bypass", f"it is not kept: {error}")
+
+    def unusable(self, verdict: str, sentence: str) -> None:
+        """Record that nothing could be read or kept, and why."""
+        reason = Reason(
+            code="verdict_unusable",
+            by="verdicts",
+            sentence=sentence,
+            lever="make the folder writable, name another in OMNICOMP_CACHE_DIR, or `omnicomp bisect --forget`",
+        )
+        self._record(verdict, sentence, reason)
+
+    def _record(self, verdict: str, note: str, reason: Reason | None = None) -> None:
+        graph, part = self._context.graph_id, self._context.part
+        self._context.timeline.append(
+            Cache(graph=graph, part=part, cache=CACHE, verdict=verdict, key=self.key, note=note, reason=reason)
+        )
+
+
+def _earlier(reason: Reason, what: str) -> Reason:
+    return dataclasses.replace(reason, sentence=f"{reason.sentence} (known from an earlier {what})")
+
+
+def _hardware(device_type: str) -> str:
+    if device_type == "cuda" and torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
+    return device_type
+
+
+def _mark_wrong(key: str) -> None:
+    path = folder() / "wrong"
+    if key not in (path.read_text(encoding="utf-8") if path.exists() else ""):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{key}\n")
+
+
+def wrong_code() -> str:
+    """Text for the keys of the compile caches that changes when generated code was found to compute something wrong.
+
+    The wrong code is in those caches, and a part that AOTAutograd's restores would never come here to be told.
+    """
+    try:
+        text = (folder() / "wrong").read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
+        return ""  # nothing was found, or nothing can be known
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def entries() -> list[tuple[Path, Entry | str]]:
+    """Every verdict that is kept, the newest first, with what is wrong with it in place of one that can't be read."""
+    found: list[tuple[Path, Entry | str]] = []
+    for path in (folder() / CACHE).glob("*.json"):
+        try:
+            found.append((path, Entry.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError) as error:
+            found.append((path, str(error)))
+    return sorted(found, key=lambda each: -each[1].time if isinstance(each[1], Entry) else 0.0)
+
+
+def forget(chosen: Callable[[Entry], bool] = lambda _: True) -> int:
+    """Remove verdicts, and those that can't be read; returns how many.
+
+    Args:
+        chosen: whether to remove a verdict; all of them by default.
+    """
+    removed, left = 0, 0
+    for path, entry in entries():
+        if isinstance(entry, str) or chosen(entry):
+            path.unlink(missing_ok=True)
+            removed += 1
+        else:
+            left += entry.values
+    if not left:
+        (folder() / "wrong").unlink(missing_ok=True)
+    return removed

@@ -1,0 +1,453 @@
+"""The ladder: a post-autograd graph is placed, cut and built; what fails steps down, for its own nodes alone.
+
+The usual case comes first and costs nothing extra: a graph that goes wholly to Inductor is handed over as it is.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch.autograd.decompose import with_decompositions
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
+from omnicomp._torch.fx import boxed, copy_module
+from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp._torch.inductor.group_casts import cast_together
+from omnicomp._torch.inductor.time_limit import not_kept
+from omnicomp.analysis.costs import size_of
+from omnicomp.analysis.nodes import fake_value
+from omnicomp.builder import eager_artefact
+from omnicomp.builder.find_failing import Prober, Verdict, find_failing, first_line, refused_by
+from omnicomp.builder.find_wrong import Suspects
+from omnicomp.builder.last_resort import run_eagerly
+from omnicomp.builder.on_failure import Setbacks
+from omnicomp.builder.partition import Piece, extract, gather_getitems, stitching
+from omnicomp.builder.placement import Plan, Run, place
+from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
+from omnicomp.builder.stitched_artefact import keep
+from omnicomp.builder.subgraph_checks import described, taken_together
+from omnicomp.builder.time_limit import PartBudget
+from omnicomp.errors import BudgetSpentError, EngineHungError, LoweringError, Once
+from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
+from omnicomp.lowerings.eager import EagerLowering
+from omnicomp.lowerings.inductor import executable
+from omnicomp.lowerings.override import put_references
+from omnicomp.lowerings.overrides.rewrite import apply_overrides
+from omnicomp.options.engine_names import engine_names
+from omnicomp.runtime.evidence import Witness
+from omnicomp.runtime.fallback_limit import within_budget
+from omnicomp.runtime.guard import Guard, drawing_devices, obstacle, recorded_as_cudagraph
+from omnicomp.runtime.memory import sampled
+from omnicomp.runtime.profiler_ranges import named
+from omnicomp.runtime.tf32 import with_tf32
+from omnicomp.runtime.verify import Verifier
+from omnicomp.timeline import NodePlacement, Reason, Retreat
+from omnicomp.timeline.activity import activity
+
+__all__ = ["build_part"]
+
+
+def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Any:
+    """Build a forward, backward or inference graph.
+
+    Args:
+        module: the graph, with `meta["val"]` on its nodes; owned by this function.
+        inputs: fake tensors and symbolic sizes.
+        context: what the lowerings may know.
+
+    Returns:
+        A boxed callable; Inductor's own compiled graph where everything went to Inductor.
+
+    Raises:
+        LoweringError: a node is left that no lowering can build.
+    """
+    plain = module
+    try:
+        # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
+        plain = copy_module(module)
+        return _Builder(module, inputs, context).build(plain)
+    except CONTROL_FLOW:
+        raise
+    except Exception as error:
+        if context.policy.on_error == "raise":
+            raise
+        return run_eagerly(plain, inputs, context, error)
+
+
+class _Builder:
+    """State of one build: what was cut out so far, what is built already, and how many builds are left."""
+
+    def __init__(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> None:
+        self._module = module
+        self._inputs = inputs
+        self._context = context
+        self._lowerings = in_order(context.policy.lowerings, context.device.lowerings)
+        self._cut: dict[str, Reason] = {}
+        self._refused: dict[str, dict[str, Reason]] = {}
+        self._boundaries: frozenset[str] = frozenset()
+        self._prober = Prober(self._try, context.policy.max_builds)
+        self._setbacks = Setbacks(module, context)
+        self._budget = PartBudget(context.policy.build_seconds)
+        self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
+
+    def build(self, plain: GraphModule) -> Any:
+        names = [each.name for each in self._lowerings]
+        refused = self._override(names)
+        known = self._setbacks.known()
+        if known is not None:
+            self._cut.update(known.cut)
+            self._boundaries |= known.boundaries
+            self._budget.know(slow=bool(known.slow), untuned=known.untuned is not None)
+        plan = self._place()
+        if known is not None:
+            why = "as is known from an earlier process"
+            self._record_narrowed(plan, known.cut, why, known.scripts, known.untuned)
+        record = PartRecord(self._module, plan, refused, self._context, names)
+        if not plan.runs:
+            record.emit_empty()
+            return boxed(self._module)
+        while plan.whole:
+            try:
+                return self._build_whole(record, plain)
+            except CONTROL_FLOW:
+                raise
+            except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
+                self._module = copy_module(plain)
+                refused = self._override(names)
+                gather_getitems(self._module)
+                plan = self._narrow(self._place().runs[0], error)
+                record = PartRecord(self._module, plan, refused, self._context, names)
+        return self._build_pieces(plan, refused)
+
+    def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
+        if "override" in names and names.index("override") < _index(names, "inductor"):
+            blocks = () if self._context.part == "backward" else self._context.declined
+            return (*blocks, *apply_overrides(self._module, self._context))
+        return ()
+
+    def _place(self) -> Plan:
+        while True:
+            plan = place(self._module, self._lowerings, self._context, self._cut, self._boundaries, self._refused)
+            known = len(self._boundaries), sum(map(len, self._refused.values()))
+            for run in plan.runs:
+                boundaries, reason = taken_together(lowering(run.lowering), run.nodes, self._context)
+                self._boundaries |= boundaries
+                if reason is not None:
+                    self._refused.setdefault(run.lowering, {}).update(
+                        dict.fromkeys((n.name for n in run.nodes), reason)
+                    )
+            if known == (len(self._boundaries), sum(map(len, self._refused.values()))):
+                return plan
+
+    def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
+        start = time.perf_counter()
+        lookups: list[Lookup] = []
+        fallback = eager_artefact.dumps(plain, self._inputs)
+        module = self._module
+        if self._context.undecomposed:
+            module = with_decompositions(module, self._inputs, self._context.part)
+        nodes = list(self._module.graph.nodes)
+        if self._context.part != "inference" and self._context.policy.dtype_policy.rewrites:
+            cast_together(module.graph)
+        with self._building("inductor", record.subgraph_id(0), len(nodes)), self._budget.building(nodes):
+            compiled = compile_fx.compile_part(
+                module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
+            )
+        record.emit(time.perf_counter() - start, compile_fx.artefact_path(compiled))
+        record.emit_cache(lookups)
+        if not isinstance(compiled, compile_fx.CompiledFxGraph):
+            return compiled
+        guard: Guard | None = None
+        if self._context.policy.on_error != "raise":
+            written = compile_fx.overwritten_inputs(compiled)
+            held = self._inputs if self._context.part == "backward" else ()
+            guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written, held)
+            compile_fx.exchange_callable(compiled, lambda _: guard.boxed())
+
+        written = compile_fx.overwritten_inputs(compiled)
+        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0), written)
+        if verifier is not None:
+            compile_fx.exchange_callable(compiled, verifier.around)
+        compile_fx.exchange_callable(compiled, lambda call: with_tf32(call, self._context))
+        compile_fx.exchange_callable(compiled, lambda call: sampled(call, self._context, record.subgraph_id(0)))
+        compile_fx.exchange_callable(compiled, lambda call: named(call, self._context, record.subgraph_id(0)))
+        compile_fx.exchange_callable(compiled, lambda call: within_budget(call, self._context))
+
+        path, repeatable = compile_fx.generated_python(compiled), obstacle(plain) is None
+        witness = Witness(self._context, "inductor", record.calls(0), path=path, repeatable=repeatable)
+
+        def ran() -> None:
+            if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
+                record.emit_ran(_with_verdict(executable(compiled), verifier), witness)
+
+        compile_fx.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
+        return not_kept(compiled) if self._budget.changed else compiled
+
+    def _verifier(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        subgraph: str,
+        overwritten: frozenset[str],
+        name: str = "inductor",
+    ) -> Verifier | None:
+        """What compares an executable with eager, if that is asked for; of engines' the first call always is."""
+        context = self._context
+        if name in engine_names() and context.policy.verify != "off":
+            return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering=name)
+        if name != "inductor":
+            return None
+        recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
+        if context.policy.verify not in ("first", "always") or recorded:
+            return None
+        suspects = Suspects(module, inputs, context, self._setbacks, overwritten)
+        return Verifier(
+            module=module, inputs=inputs, context=context, subgraph=subgraph, lowering="inductor", suspects=suspects
+        )
+
+    def _guard(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        subgraph: str,
+        call: Any,
+        overwritten: frozenset[str],
+        held: Sequence[Any],
+        lowering: str = "inductor",
+    ) -> Guard:
+        """What steps down to eager if a call raises, where that is safe; there, overrides are their references.
+
+        `held` are the inputs that nobody else would hold during a call: what was saved for a backward, and what an
+        earlier subgraph computed.
+        """
+        context = self._context
+        recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
+        names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+        return Guard(
+            call=call,
+            inputs=names,
+            build=lambda: EagerLowering().lower(put_references(copy_module(module)), inputs, context),
+            overwritten=overwritten & set(names),
+            obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module, context.part),
+            draws=drawing_devices(module),
+            context=context,
+            subgraph=subgraph,
+            lowering=lowering,
+            keep_inputs=0 <= size_of(held)[1] <= eager_artefact.HELD_BYTES,
+        )
+
+    def _narrow(self, run: Run, error: Exception) -> Plan:
+        """Learn from a failed Inductor run which nodes to cut out, and place again."""
+        if self._context.policy.on_error == "raise":
+            raise error
+        if run.lowering != "inductor":
+            return self._refuse(run, error)
+        verdict = self._setbacks.learn(self._module, self._verdict(run, error))
+        self._cut.update(verdict.cut)
+        self._boundaries |= verdict.boundaries
+        plan = self._place()
+        self._record_narrowed(plan, verdict.cut, first_line(verdict.error), [verdict.script], verdict.untuned)
+        return plan
+
+    def _verdict(self, run: Run, error: Exception) -> Verdict:
+        """What to change for a run to build."""
+        verdict = self._budget.verdict(run.nodes, error, self._movable)
+        if verdict is not None:
+            return verdict
+        everything = [node for node in self._module.graph.nodes if node.op == "call_function"]
+        try:
+            return find_failing(run.nodes, error, self._prober, everything)
+        except BudgetSpentError as spent:
+            return self._verdict(run, spent)
+
+    def _refuse(self, run: Run, error: Exception) -> Plan:
+        """Take from a compiler beside Inductor what it fails on: all of the run where it compiles nothing at all."""
+        name = run.lowering
+        prober = Prober(lambda nodes: self._try(nodes, name), self._context.policy.max_builds)
+        nothing = isinstance(error, (NotImplementedError, EngineHungError))
+        verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
+        refused = refused_by(run.nodes, verdict, error, name, *described(name, self._context.device.type))
+        self._refused.setdefault(name, {}).update(refused)
+        self._boundaries |= frozenset() if verdict is None else verdict.boundaries
+        plan = self._place()
+        moved = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in refused}
+        self._context.timeline.append(
+            Retreat(
+                graph=self._context.graph_id,
+                part=self._context.part,
+                subgraph=self._context.part_id,
+                source_lowering=name,
+                target_lowering=", ".join(sorted(set(moved.values()))) or name,
+                reason=next(reversed(refused.values())),
+            )
+        )
+        return plan
+
+    def _movable(self, node: Node) -> bool:
+        others = (each for each in self._lowerings if each.name != "inductor")
+        return any(each.supports(node, self._context) is None for each in others)
+
+    def _record_narrowed(
+        self, plan: Plan, cut: Mapping[str, Reason], why: str, scripts: Iterable[str], untuned: Reason | None = None
+    ) -> None:
+        """Record that a part is cut anew, for nodes that leave Inductor or only between nodes, or built untuned."""
+        now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in cut}
+        names = ", ".join(name for name in scripts if name)
+        self._context.timeline.append(
+            Retreat(
+                graph=self._context.graph_id,
+                part=self._context.part,
+                subgraph=self._context.part_id,
+                source_lowering="inductor",
+                target_lowering=", ".join(sorted(set(now.values()))) or "inductor",
+                reason=next(iter(cut.values()), None)
+                or untuned
+                or Reason(
+                    code="build_failed",
+                    by="inductor",
+                    sentence=f"Inductor can't build the nodes together, only in two parts: {why}",
+                    lever=f"report the error to PyTorch{f'; `omnicomp bisect {names}` repeats it' if names else ''}",
+                ),
+            )
+        )
+
+    def _try(self, nodes: Sequence[Node], name: str = "inductor") -> Exception | None:
+        try:
+            self._build_piece(lowering(name), extract(self._module, nodes), nodes)
+        except (*CONTROL_FLOW, BudgetSpentError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the answer to "does it build?"
+            return error
+        return None
+
+    def _build_pieces(self, plan: Plan, refused: tuple[NodePlacement, ...]) -> Any:
+        gather_getitems(self._module)
+        while True:
+            plan = self._place()
+            pieces = [extract(self._module, run.nodes) for run in plan.runs]
+            failure = self._build_all(plan, pieces)
+            if failure is None:
+                break
+            self._narrow(*failure)
+        names = [each.name for each in self._lowerings]
+        record = PartRecord(self._module, plan, refused, self._context, names, pieces=pieces)
+        if compile_fx.disable_cudagraphs(self._context.inductor_kwargs):
+            emit_cudagraphs_off(self._context)
+        results = [self._built[_key(run.nodes)] for run in plan.runs]
+        record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
+        for index, (result, _) in enumerate(results):
+            record.emit_cache(result.lookups, index)
+        repeatable = obstacle(self._module) is None
+        firsts: list[Callable[[list[Any]], Sequence[Any]]] = []
+        laters: list[Callable[[list[Any]], Sequence[Any]]] = []
+        for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
+            guard: Guard | None = None
+            verifier: Verifier | None = None
+            if result.lowering != "eager":
+                piece = extract(self._module, run.nodes)  # the first was Inductor's to change
+                subgraph = record.subgraph_id(index)
+                if self._context.policy.on_error != "raise":
+                    backward = self._context.part == "backward"
+                    held = [fake_value(node) for node in piece.inputs if backward or node.op != "placeholder"]
+                    written, name = result.overwritten, result.lowering
+                    guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, written, held, name)
+                    result = dataclasses.replace(result, call=guard.boxed())
+                inputs, name = piece.fake_inputs, result.lowering
+                verifier = self._verifier(piece.module, inputs, subgraph, result.overwritten, name)
+                if verifier is not None:
+                    result = dataclasses.replace(result, call=verifier.around(result.call))
+            call = with_tf32(result.call, self._context)
+            call = sampled(call, self._context, record.subgraph_id(index))
+            call = named(call, self._context, record.subgraph_id(index), result.lowering)
+            result = dataclasses.replace(result, call=within_budget(call, self._context))
+            witness = Witness(
+                self._context, result.lowering, record.calls(index), path=result.generated, repeatable=repeatable
+            )
+            firsts.append(_attested(record, index, result, witness, guard, verifier))
+            laters.append(witness.later(result.call))
+        code = stitching(self._module, pieces)
+        call = code.bind(firsts, laters)
+        built = [(extract(self._module, run.nodes), *result) for run, result in zip(plan.runs, results, strict=True)]
+        failed = bool(self._cut or self._boundaries or self._budget.changed)
+        keep(call, code, built, record, self._inputs, self._context, failed=failed)
+        return call
+
+    def _building(self, lowering: str, subgraph: str, nodes: int) -> contextlib.AbstractContextManager[Any]:
+        """An attempt is under way inside; without a subgraph it is one to find out which nodes fail."""
+        context, name = self._context, {"inductor": "Inductor"}.get(lowering, lowering)
+        text = f"{name} builds {subgraph or f'{nodes} operators of {context.part_id} to find what fails'}"
+        about = {"graph": context.graph_id, "part": context.part, "subgraph": subgraph, "lowering": lowering}
+        return activity("build", text, shown=context.policy.progress, **about)
+
+    def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
+        """Build what is not built yet; returns the first run that a compiler failed on."""
+        for index, (run, piece) in enumerate(zip(plan.runs, pieces, strict=True)):
+            if _key(run.nodes) in self._built:
+                continue
+            try:
+                self._build_piece(lowering(run.lowering), piece, run.nodes, f"{self._context.part_id}.{index}")
+            except CONTROL_FLOW:
+                raise
+            except Exception as error:
+                if run.lowering not in ("override", "eager"):
+                    return run, error
+                raise LoweringError(
+                    f"{run.lowering} can't build {len(run.nodes)} nodes of {self._context.part_id} "
+                    f"({first_line(error)}), and there is no lowering after it"
+                ) from error
+        return None
+
+    def _build_piece(self, builder: Lowering, piece: Piece, nodes: Sequence[Node], subgraph: str = "") -> None:
+        start = time.perf_counter()
+        budget = self._budget.building(nodes) if builder.name == "inductor" else contextlib.nullcontext()
+        with self._building(builder.name, subgraph, len(nodes)), budget:
+            result = builder.lower(piece.module, piece.fake_inputs, self._context)
+        self._built[_key(nodes)] = (result, time.perf_counter() - start)
+
+
+def _attested(
+    record: PartRecord,
+    index: int,
+    result: Executable,
+    witness: Witness,
+    guard: Guard | None,
+    verifier: Verifier | None,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """A callable that records, on its first call, what ran."""
+
+    def ran() -> None:
+        if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
+            record.emit_ran(_with_verdict(result, verifier), witness, index)
+
+    once = Once(ran)
+
+    def first_call(inputs: list[Any]) -> Sequence[Any]:
+        outputs = witness.first(result.call, inputs)
+        once()
+        return outputs
+
+    return first_call
+
+
+def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
+    """The executable with what its verification found in its evidence."""
+    if verifier is None:
+        return result
+
+    def attest() -> tuple[str, dict[str, int]]:
+        evidence, kernels = result.attest()
+        return f"{evidence}; {verifier.verdict}", kernels
+
+    return dataclasses.replace(result, attest=attest)
+
+
+def _key(nodes: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)

@@ -1,0 +1,158 @@
+"""Placement: every node of a post-autograd graph gets the first lowering of the policy that takes it.
+
+Cuts keep the graph's order. A dependency-driven partitioner would make fewer subgraphs of some graphs, but could move
+a mutation, a random draw or a collective past another one; runs of neighbours in program order can't
+(docs/adr/0004).
+"""
+
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from torch.fx import GraphModule, Node
+
+from omnicomp.analysis.nodes import module_path, op_name, source_line
+from omnicomp.errors import LoweringError
+from omnicomp.lowerings import in_order
+from omnicomp.lowerings.base import Lowering, LoweringContext
+from omnicomp.lowerings.override import override_of
+from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
+from omnicomp.timeline import NodePlacement, Reason
+
+__all__ = ["Plan", "Run", "place"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring nodes on one lowering."""
+
+    lowering: str
+    nodes: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The placement of a part.
+
+    Attributes:
+        runs: the nodes in program order, cut where the lowering changes.
+        counts: number of operators by lowering; an override inside an Inductor run counts as `override`.
+        declined: nodes that an earlier lowering refused for a reason of its own.
+    """
+
+    runs: tuple[Run, ...]
+    counts: dict[str, int]
+    declined: tuple[NodePlacement, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part is one Inductor graph."""
+        return len(self.runs) == 1 and self.runs[0].lowering == "inductor"
+
+
+def place(
+    module: GraphModule,
+    lowerings: Sequence[Lowering],
+    context: LoweringContext,
+    cut: Mapping[str, Reason],
+    boundaries: frozenset[str] = frozenset(),
+    refused: Mapping[str, Mapping[str, Reason]] = MappingProxyType({}),
+) -> Plan:
+    """Ask the lowerings, in order, for every operator of the graph.
+
+    Args:
+        module: a post-autograd graph.
+        lowerings: in the order of the policy, the last of which takes (nearly) everything.
+        context: where the graph comes from.
+        cut: nodes that failed to build on Inductor, by name, with the reason.
+        boundaries: names of nodes before which a run is cut, because only the parts can be built.
+        refused: nodes that another lowering failed to build or does not take in this company: by the lowering's name
+            and the node's, with the reason.
+
+    Raises:
+        LoweringError: no lowering takes a node; the message has the reason of each.
+    """
+    rules, graph, part = context.policy.rules, context.graph_id, context.part
+    subgraphs = named_subgraphs(rules, graph, part)
+    forced: dict[Node, Rule] = {}
+    if subgraphs:
+        # They are numbered as they would be without these rules.
+        others = tuple(rule for rule in rules if rule not in subgraphs.values())
+        usual = dataclasses.replace(context, policy=dataclasses.replace(context.policy, rules=others))
+        runs = place(module, lowerings, usual, cut, boundaries, refused).runs
+        forced = {node: subgraphs[index] for index, run in enumerate(runs) if index in subgraphs for node in run.nodes}
+    placed: dict[Node, str] = {}
+    declined: list[NodePlacement] = []
+    for node in module.graph.nodes:
+        if not node.op.startswith("call_"):
+            continue
+        producer = node.args[0] if node.target is operator.getitem and node.args else None
+        if isinstance(producer, Node) and producer in placed:
+            placed[node] = placed[producer]
+            continue
+        rule = forced.get(node) or (last_match(rules, node, graph, part) if rules else None)
+        placed[node], chain = _choose(node, lowerings, context, {**refused, "inductor": cut}, rule)
+        if chain:
+            declined.append(
+                NodePlacement(
+                    node=node.name,
+                    op=op_name(node),
+                    lowering=placed[node],
+                    source=source_line(node),
+                    module=module_path(node),
+                    chain=chain,
+                )
+            )
+    counts = Counter("override" if override_of(node) else lowering for node, lowering in placed.items())
+    return Plan(runs=_runs(placed, boundaries), counts=dict(sorted(counts.items())), declined=tuple(declined))
+
+
+def _choose(
+    node: Node,
+    lowerings: Sequence[Lowering],
+    context: LoweringContext,
+    failed: Mapping[str, Mapping[str, Reason]],
+    rule: Rule | None = None,
+) -> tuple[str, tuple[Reason, ...]]:
+    """The first lowering that takes the node, and the reasons of those asked before it."""
+    chain: list[Reason] = []
+    if rule is not None:
+        ruled = in_order(rule.lowerings, context.device.lowerings)
+        others = [each for each in lowerings if each not in ruled and each.supports(node, context) is None]
+        chain.extend(_ruled_out(rule, lowering, node) for lowering in others)
+        lowerings = ruled
+    names = [lowering.name for lowering in lowerings]
+    for lowering in lowerings:
+        reason = failed.get(lowering.name, {}).get(node.name) or lowering.supports(node, context)
+        if reason is not None:
+            # "Nobody registered an override" is true of nearly every node; it is said once a part, not once a node.
+            if reason.code != "no_override":
+                chain.append(reason)
+            continue
+        if lowering.name == "override" and "inductor" in names and node.name not in failed["inductor"]:
+            return "inductor", tuple(chain)  # opaque to Inductor, inside its graph
+        return lowering.name, tuple(chain)
+    reasons = "; ".join(str(reason) for reason in chain) or "no lowering is left"
+    raise LoweringError(f"no lowering of {names} takes {node.name} ({op_name(node)}) at {source_line(node)}: {reasons}")
+
+
+def _ruled_out(rule: Rule, lowering: Lowering, node: Node) -> Reason:
+    return Reason(
+        code="lowering_excluded",
+        by=lowering.name,
+        sentence=f"a rule places {rule.selector} on {', '.join(rule.lowerings)}",
+        node=f"{node.name} ({op_name(node)})",
+        lever="take it out of options={'lowerings': {...}} or of OMNICOMP_PLACE",
+    )
+
+
+def _runs(placed: Mapping[Node, str], boundaries: frozenset[str]) -> tuple[Run, ...]:
+    runs: list[tuple[str, list[Node]]] = []
+    for node, lowering in placed.items():
+        starts = node.name in boundaries and lowering not in ("override", "eager")
+        if not runs or runs[-1][0] != lowering or starts:
+            runs.append((lowering, []))
+        runs[-1][1].append(node)
+    return tuple(Run(lowering=lowering, nodes=tuple(nodes)) for lowering, nodes in runs)

@@ -1,0 +1,231 @@
+"""A part that was cut, kept for the next process, and restored in it: the second start neither places nor cuts it.
+
+AOTAutograd's cache holds what Inductor's cache holds. So a part that was cut becomes an entry of that
+(`_torch/stitched.py`): the straight-line code, the record of the decisions, eager subgraphs and the ways down as text,
+and the keys of the subgraphs that Inductor built. Where something can't travel so, the reason is recorded, and the part
+is built in each process.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from omnicomp._torch.autograd.call_hooks import tapped
+from omnicomp._torch.fx import copy_module
+from omnicomp._torch.inductor import cache_entry, compile_fx
+from omnicomp._torch.inductor.cache_entry import StitchedGraph
+from omnicomp._torch.inductor.graph_text import dump_constant, from_source, load_constant
+from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
+from omnicomp.analysis.nodes import fake_value
+from omnicomp.builder import eager_artefact
+from omnicomp.builder.find_failing import first_line
+from omnicomp.builder.partition import Call, Piece, Stitching
+from omnicomp.builder.record import PartRecord, emit_cudagraphs_off, emit_ran, read_record
+from omnicomp.errors import Once
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings.inductor import executable
+from omnicomp.lowerings.override import PlannedCall
+from omnicomp.runtime.evidence import Witness
+from omnicomp.runtime.fallback_limit import within_budget
+from omnicomp.runtime.memory import sampled
+from omnicomp.runtime.profiler_ranges import named
+from omnicomp.runtime.tf32 import with_tf32
+from omnicomp.timeline import Cache, Subgraph
+
+__all__ = ["keep", "restoring"]
+
+# What these lowerings call is the generated code of the graph.
+_AS_TEXT: Final = ("eager", "override")
+_FAILED: Final = "it is cut where Inductor failed, which is looked up or found out in each process"
+
+
+def keep(
+    call: Call,
+    code: Stitching,
+    built: Sequence[tuple[Piece, Executable, float]],
+    record: PartRecord,
+    inputs: Sequence[Any],
+    context: LoweringContext,
+    *,
+    failed: bool,
+) -> None:
+    """Keep a part that was cut in Inductor's cache, and tell AOTAutograd's cache of it, if that is on.
+
+    Args:
+        call: the code bound to what it calls; gets the key.
+        code: the code.
+        built: its subgraphs with what was built of each, and the seconds that took; the graphs may be changed.
+        record: of its decisions.
+        inputs: fake tensors and symbolic sizes of the part.
+        context: where it belongs.
+        failed: whether Inductor failed to build some of it, so that another process may place it otherwise.
+    """
+    if not cache_entry.is_asked_for():
+        return
+    graph, why = None, _FAILED if failed else ""
+    try:
+        if not why:
+            graph = _artefact(code, built, record, context)
+            if not cache_entry.is_bundled():
+                why = cache_entry.save(graph, inputs, context.digest, sum(seconds for _, _, seconds in built))
+    except Exception as error:  # noqa: BLE001 - the reason why it is built in each process
+        why = first_line(error)
+    if why:
+        note = f"a part that was cut is not kept: {why}"
+        context.timeline.append(
+            Cache(graph=context.graph_id, part=context.part, cache="aot_autograd", verdict="bypass", note=note)
+        )
+        graph = StitchedGraph(unkept=note)
+    if graph is not None and (cache_entry.is_bundled() or not why):
+        cache_entry.mark(call, graph)
+
+
+def _artefact(
+    code: Stitching, built: Sequence[tuple[Piece, Executable, float]], record: PartRecord, context: LoweringContext
+) -> StitchedGraph:
+    graphs: dict[int, Any] = {}
+    pieces: list[dict[str, Any]] = []
+    for index, (piece, result, _) in enumerate(built):
+        data: dict[str, Any] = {"lowering": result.lowering}
+        if result.lowering == "inductor":
+            why = cache_entry.unkept(result.compiled)
+            if why:
+                notes = "; ".join(lookup.note for lookup in result.lookups if lookup.note)
+                raise ValueError(f"{record.subgraph_id(index)} can't be found again, as {why}{notes and f' ({notes})'}")
+            graphs[index] = result.compiled
+            predicted = [fake_value(node) for node in piece.outputs]
+            if any(map(depends_on_data, predicted)):
+                data["layouts"] = [layout and dataclasses.asdict(layout) for layout in map(layout_of, predicted)]
+        elif result.lowering not in _AS_TEXT:
+            raise ValueError(f"{record.subgraph_id(index)} is on {result.lowering}, and only its graph would be kept")
+        else:
+            data["evidence"], data["kernels"] = result.attest()
+            data["graph"] = eager_artefact.dump_graph(copy_module(piece.module))
+        if result.lowering != "eager":
+            from_outside = context.part != "backward"
+            held = [fake_value(node) for node in piece.inputs if not (from_outside and node.op == "placeholder")]
+            data["fallback"] = eager_artefact.dumps(piece.module, held).decode()
+        pieces.append(data)
+    content = {
+        "part": context.part,
+        "record": record.dumps(),
+        "source": code.source,
+        "constants": {name: dump_constant(name, value) for name, value in code.constants.items()},
+        "pieces": pieces,
+    }
+    return StitchedGraph(json.dumps(content, sort_keys=True), graphs)
+
+
+def restoring(context: Callable[[str], LoweringContext]) -> contextlib.AbstractContextManager[None]:
+    """Inside, the parts that were cut and that AOTAutograd's cache restores are made callable.
+
+    Args:
+        context: gives where a part of that name belongs now.
+    """
+    return cache_entry.on_stitched_loaded(lambda compiled, recorded: _restore(compiled, recorded, context))
+
+
+def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], LoweringContext]) -> Call:
+    """What to call for a part that a cache restored; its record goes into the timeline, and its first call attests.
+
+    Args:
+        compiled: the part.
+        recorded: whether CUDA graphs were on for it.
+        context: gives where a part of that name belongs now.
+    """
+    data: dict[str, Any] = json.loads(compiled.text)
+    where = context(data["part"])
+    results = [_restored(piece, compiled.graphs.get(index)) for index, piece in enumerate(data["pieces"])]
+    if recorded:
+        emit_cudagraphs_off(where)
+    artefacts = {f"{where.part_id}.{index}": result.artefact for index, result in enumerate(results)}
+    rows, overrides = read_record(data["record"], where, compile_fx.artefact_key(compiled), artefacts, whole=False)
+    firsts: list[Call] = []
+    laters: list[Call] = []
+    for index, (piece, result) in enumerate(zip(data["pieces"], results, strict=True)):
+        id = f"{where.part_id}.{index}"
+        own = [row for row in rows if row.subgraph == id or row.subgraph.startswith(f"{id}/")]
+        calls = [call for call in overrides if any(row.subgraph == call.subgraph for row in own)]
+        first, later = _guarded(index, piece, result, own, calls, where)
+        firsts.append(first)
+        laters.append(later)
+    constants = {name: load_constant(value) for name, value in data["constants"].items()}
+    return Stitching(source=data["source"], constants=constants).bind(firsts, laters)
+
+
+def _restored(data: dict[str, Any], graph: Any) -> Executable:
+    """The executable of one subgraph."""
+    if data["lowering"] == "inductor":
+        result = executable(graph)
+        run = compile_fx.direct(graph)
+        layouts = [eager_artefact.load_layout(layout) for layout in data.get("layouts", ())]
+        if not layouts:
+            return dataclasses.replace(result, call=run)
+        return dataclasses.replace(result, call=lambda inputs: list(map(restride, run(inputs), layouts)))
+    if data["lowering"] == "eager":
+        return eager_artefact.load_graph(data["graph"])
+    evidence, kernels = data["evidence"], dict(data["kernels"])
+    run = from_source(json.loads(data["graph"])["graph"])
+    return Executable(lowering=data["lowering"], call=run, attest=lambda: (evidence, kernels))
+
+
+def _guarded(
+    index: int,
+    data: dict[str, Any],
+    result: Executable,
+    rows: Sequence[Subgraph],
+    calls: Sequence[PlannedCall],
+    context: LoweringContext,
+) -> tuple[Call, Call]:
+    """What to call first, and later: as for a subgraph that was just built."""
+    guard = None
+    if "fallback" in data and context.policy.on_error != "raise":
+        guard = eager_artefact.guard_call(
+            data["fallback"].encode(),
+            context,
+            result.call,
+            overwritten=result.overwritten,
+            piece=index,
+            lowering=result.lowering,
+            around=lambda run: _with_references(run, calls),
+        )
+        result = dataclasses.replace(result, call=guard.boxed())
+    call = sampled(with_tf32(result.call, context), context, f"{context.part_id}.{index}")
+    call = within_budget(named(call, context, f"{context.part_id}.{index}", result.lowering), context)
+    # What the graph writes to is not known here, so that a forward can't be given up.
+    witness = Witness(context, result.lowering, calls, path=result.generated, repeatable=False)
+
+    def ran() -> None:
+        if guard is None or not guard.stepped_down:
+            emit_ran(context, rows, result, witness)
+
+    once = Once(ran)
+
+    def first(inputs: list[Any]) -> Sequence[Any]:
+        outputs = witness.first(call, inputs)
+        once()
+        return outputs
+
+    return first, witness.later(call)
+
+
+def _with_references(run: Call, calls: Sequence[PlannedCall]) -> Call:
+    """The function of a graph with calls of overrides, which go to what these stand for, as far as that is known."""
+    operators = list({call.operator: None for call in calls if call.truth is not None})
+    if not operators:
+        return run
+
+    def referring(inputs: list[Any]) -> Sequence[Any]:
+        pending = {each: [call.truth for call in calls if call.operator is each] for each in operators}
+
+        def to_reference(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], original: Any) -> Any:
+            truths = pending[operator]
+            truth = truths.pop(0) if len(truths) > 1 else truths[0]
+            return (truth or original)(*args, **kwargs)
+
+        with tapped(operators, to_reference):
+            return run(inputs)
+
+    return referring

@@ -1,5 +1,0 @@
-"""Choosing among lowerings for a whole graph: by rule (`tuned`), or by measuring (`measure`)."""
-
-from omnicomp.choice.choose import compile_chosen
-
-__all__ = ["compile_chosen"]

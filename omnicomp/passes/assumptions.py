@@ -1,0 +1,392 @@
+"""What is assumed of a graph's inputs where it can't be proved: the check, and whether it pays.
+
+A padding mask that is an input may be full or not. A pass that wants to rewrite as if it were full asks `worth`
+whether that pays, makes an `Assumption`, and hands it to its context. The backend then makes two variants, and checks
+at each call which one is right (`omnicomp.backend.variants`).
+"""
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.dtypes import storage_key, was_written
+from omnicomp._torch.dynamo.late_compile import is_subclass
+from omnicomp._torch.symbols import free_unbacked_symbols
+from omnicomp.analysis.costs import size_of
+from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
+from omnicomp.timeline import Reason
+
+__all__ = ["Assumption", "assumption", "worth"]
+
+_BY: Final = "speculation"
+
+# Every element of the result is an element of the operand, so that the operand's elements decide.
+_SAME_ELEMENTS: Final = frozenset(
+    "view reshape flatten unflatten squeeze unsqueeze transpose swapaxes permute movedim t expand expand_as "
+    "broadcast_to contiguous clone detach alias".split()
+)
+# Free, or as cheap as reading the operands once; deterministic; writes to nothing. Sizes of results depend on no data.
+_CHEAP: Final = _SAME_ELEMENTS | frozenset(
+    "getitem select slice narrow unbind chunk split size dim numel sym_size sym_numel getattr "
+    "to type type_as bool int long short byte float double half bfloat16 _to_copy "
+    "eq ne lt le gt ge and_ or_ xor not_ inv invert __and__ __or__ __xor__ __invert__ __eq__ __ne__ __lt__ __le__ "
+    "__gt__ __ge__ __rand__ __ror__ logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
+    "bitwise_not add sub rsub mul div truediv floordiv floor_divide mod remainder neg abs minimum maximum clamp "
+    "sym_min sym_max sym_not where masked_fill index index_select gather isin isnan isinf isfinite any all amin amax "
+    "min max sum cumsum arange zeros ones full tensor zeros_like ones_like full_like new_zeros new_ones new_full "
+    "scalar_tensor tril triu cat concat stack pad flip".split()
+)
+_ATTRIBUTES: Final = frozenset("shape device dtype ndim T mT H mH".split())
+_IN_PLACE: Final = frozenset(
+    "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor iconcat delitem".split()
+)
+# Higher-order operators whose regions are looked into, and which write to nothing themselves: operands in order of the
+# region's placeholders, behind the region.
+_TRANSPARENT: Final = frozenset("tag_activation_checkpoint wrap_activation_checkpoint wrap".split())
+# Others that write to nothing: Dynamo refuses regions of theirs that would.
+_WRITES_NOTHING: Final = _TRANSPARENT | frozenset(
+    "cond while_loop scan associative_scan map_impl flex_attention".split()
+)
+
+_MOST_NODES: Final = 128
+_MOST_BYTES: Final = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Assumption:
+    """Something that a variant of a graph takes for granted, and how to see whether it is so.
+
+    Attributes:
+        check: a graph that returns one bool tensor of no dimensions; it neither writes nor draws random numbers.
+        inputs: names of the placeholders of the Dynamo graph that the check takes, in order.
+        sentence: what is assumed, for example "the padding mask is full".
+        saves: what it saves, for people.
+        source: `file:line` of what was assumed something of.
+        bytes: what the check reads and writes, for the sizes seen at compile time.
+    """
+
+    check: GraphModule
+    inputs: tuple[str, ...]
+    sentence: str
+    saves: str = ""
+    source: str = ""
+    bytes: int = 0
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], str]:
+        """Equal for checks that compute the same of the same inputs."""
+        return self.inputs, self.check.code
+
+
+class _RefusedError(Exception):
+    def __init__(self, node: Node, sentence: str, needed: str = "") -> None:
+        super().__init__(sentence)
+        self.reason = Reason(
+            code="not_checkable",
+            by=_BY,
+            sentence=sentence,
+            needed=needed,
+            observed=op_name(node),
+            node=node.name,
+            source=source_line(node),
+            lever="compute the mask from the model's inputs by cheap operators that write to nothing",
+        )
+
+
+def assumption(
+    root: GraphModule,
+    node: Node,
+    *,
+    sentence: str,
+    saves: str = "",
+    equals: float | None = None,
+) -> Assumption | Reason:
+    """Assume that every element of a tensor is true, or is a number.
+
+    Args:
+        root: the whole Dynamo graph (`PassContext.root`); `node` may be in the region of a checkpoint inside it.
+        node: the tensor, of any shape and dtype; it is computed from placeholders by cheap operators.
+        sentence: what is assumed, for people.
+        saves: what that saves, for people.
+        equals: the number that every element is to be; None: every element is to be true (not zero).
+
+    Returns:
+        The assumption, or why it can't be checked at the entry of the graph.
+    """
+    try:
+        needed = _backward_slice(root, node, truth=equals is None)
+        _refuse_writes(root, needed.nodes)
+    except _RefusedError as refused:
+        return refused.reason
+    return Assumption(
+        check=_check_module(needed, equals),
+        inputs=tuple(n.name for n in needed.placeholders),
+        sentence=sentence,
+        saves=saves,
+        source=source_line(node),
+        bytes=needed.bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Slice:
+    """What computes `result`: nodes of the root and of regions inside it, operands first."""
+
+    nodes: list[Node]
+    origins: dict[Node, Node]  # a region's placeholder, and what the region was called with
+    owners: dict[Graph, GraphModule]
+    placeholders: list[Node]
+    result: Node
+    bytes: int
+
+
+def _backward_slice(root: GraphModule, node: Node, *, truth: bool) -> _Slice:
+    regions = dict(_callers(root))
+    owners = {module.graph: module for module in _modules(root)}
+    origins: dict[Node, Node] = {}
+
+    def resolve(item: Node) -> Node:
+        while item.op == "placeholder" and item.graph is not root.graph:
+            origins[item] = _operand(item, regions)
+            item = origins[item]
+        return item
+
+    result = resolve(_shortest(node, truth))
+    while (shorter := resolve(_shortest(result, truth))) is not result:
+        result = shorter
+    if _needs_gradient(result):
+        raise _RefusedError(result, "gradients flow to it, which an assumption would cut off")
+    order: list[Node] = []
+    done: set[Node] = set()
+    stack = [(result, False)]
+    while stack:
+        item, operands_done = stack.pop()
+        if operands_done:
+            order.append(item)
+            continue
+        if item in done:
+            continue
+        done.add(item)
+        if len(done) > _MOST_NODES:
+            raise _RefusedError(item, f"more than {_MOST_NODES} operators compute it")
+        _refuse_expensive(item, owners[item.graph])
+        stack.append((item, True))
+        stack += [(resolve(source), False) for source in reversed(item.all_input_nodes)]
+    return _Slice(
+        nodes=order,
+        origins=origins,
+        owners=owners,
+        placeholders=[item for item in order if item.op == "placeholder"],
+        result=result,
+        bytes=sum(_bytes(item) for item in order if _base_name(item) not in _SAME_ELEMENTS),
+    )
+
+
+def _shortest(node: Node, truth: bool) -> Node:
+    """The smallest tensor whose elements decide: views and copies of it add nothing."""
+    while node.op in ("call_function", "call_method") and node.args and isinstance(node.args[0], Node):
+        name = _base_name(node)
+        whole = name == "getitem" and _takes_all(node.args[1])
+        cast = truth and name in ("bool", "to") and getattr(fake_value(node), "dtype", None) == torch.bool
+        if not (name in _SAME_ELEMENTS or whole or cast) or not isinstance(fake_value(node.args[0]), torch.Tensor):
+            break
+        node = node.args[0]
+    return node
+
+
+def _takes_all(index: Any) -> bool:
+    """Whether an index only adds dimensions."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(item is None or item is Ellipsis or (type(item) is slice and item == slice(None)) for item in items)
+
+
+def _refuse_expensive(node: Node, owner: GraphModule) -> None:
+    value = fake_value(node)
+    if node.op == "get_attr":
+        value = getattr(owner, str(node.target), None)
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            raise _RefusedError(node, "it is computed from what is no plain constant", "inputs and constants")
+    elif node.op in ("call_function", "call_method"):
+        name = _base_name(node)
+        one_armed = name == "where" and len(node.args) + len(node.kwargs) < 3  # nonzero, by another name
+        unknown = name == "getattr" and node.args[1] not in _ATTRIBUTES
+        if name not in _CHEAP or one_armed or unknown or "out" in node.kwargs:
+            raise _RefusedError(node, "it is computed by an operator that a check does not repeat", "cheap operators")
+    elif node.op != "placeholder":
+        raise _RefusedError(node, "it is computed by what a check can't repeat", "cheap operators")
+    for leaf in tree_leaves(value):
+        if is_subclass(leaf):
+            raise _RefusedError(node, "it is a tensor that wraps others", "plain tensors")
+        if isinstance(leaf, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(leaf):
+            raise _RefusedError(node, "its size depends on data", "sizes known before the call")
+    if _bytes(node) > _MOST_BYTES:
+        raise _RefusedError(node, f"it has {_bytes(node)} bytes", f"at most {_MOST_BYTES}, so that the check is cheap")
+
+
+def _needs_gradient(node: Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _bytes(node: Node) -> int:
+    """Bytes of a node's value; more than are accepted where nobody knows."""
+    size = size_of([value for value in tree_leaves(fake_value(node)) if isinstance(value, torch.Tensor)])[1]
+    return size if size >= 0 else _MOST_BYTES + 1
+
+
+def _base_name(node: Node) -> str:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.rsplit("::", 1)[-1]
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def _modules(root: GraphModule) -> Iterator[GraphModule]:
+    yield root
+    for child in submodules(root):
+        yield from _modules(child)
+
+
+def _callers(root: GraphModule) -> Iterator[tuple[Graph, list[Node]]]:
+    """For each region's graph, the operators that call it."""
+    found: dict[Graph, list[Node]] = {}
+    for module in _modules(root):
+        for node in module.graph.nodes:
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and isinstance(
+                    child := getattr(module, str(source.target), None), GraphModule
+                ):
+                    found.setdefault(child.graph, []).append(node)
+    yield from found.items()
+
+
+def _operand(placeholder: Node, callers: dict[Graph, list[Node]]) -> Node:
+    """What the region of a placeholder is called with there."""
+    calls = callers.get(placeholder.graph, [])
+    if len(calls) != 1 or _base_name(calls[0]) not in _TRANSPARENT:
+        raise _RefusedError(placeholder, "it is an input of a region that is not called in one known way")
+    (call,) = calls
+    names = placeholder.graph.find_nodes(op="placeholder")
+    operands = call.args[1:]
+    value = operands[names.index(placeholder)] if len(operands) == len(names) else None
+    if not isinstance(value, Node):
+        raise _RefusedError(placeholder, "it is an input of a region that is not called with a tensor of the graph")
+    return value
+
+
+def _refuse_writes(root: GraphModule, nodes: list[Node]) -> None:
+    """The check runs before the graph does: what it reads must not be written to anywhere in the graph."""
+    written: set[int] = set()
+    for module in _modules(root):
+        for node in module.graph.nodes:
+            written |= _storages(_written(node))
+            # Writes are counted by the tensors that Dynamo traced with, but not by those of inference mode.
+            own = [v for v in tree_leaves(fake_value(node)) if isinstance(v, torch.Tensor) and not v.is_inference()]
+            written |= _storages([value for value in own if was_written(value)])
+    for node in nodes:
+        if not written.isdisjoint(_storages(tree_leaves(fake_value(node)))):
+            raise _RefusedError(node, "the graph writes to it in place", "a tensor that nothing writes to")
+
+
+def _written(node: Node) -> list[Any]:
+    """The values that an operator may write to."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    target: Any = node.target
+    name = _base_name(node)
+    pure_names = getattr(operator, name, None) is target  # operator.and_
+    if isinstance(target, torch._ops.OpOverload):
+        writes = target._schema.is_mutable
+    elif isinstance(target, torch._ops.HigherOrderOperator):
+        writes = name not in _WRITES_NOTHING
+    else:
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and not pure_names)
+    if writes or bool(node.kwargs.get("inplace")):
+        return [fake_value(source) for source in node.all_input_nodes]
+    return tree_leaves(map_arg(node.kwargs.get("out"), fake_value))
+
+
+def _storages(values: Any) -> set[int]:
+    leaves = [value for value in tree_leaves(list(values)) if isinstance(value, torch.Tensor)]
+    return {key for key in map(storage_key, leaves) if key is not None}
+
+
+def _check_module(needed: _Slice, equals: float | None) -> GraphModule:
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    constants: dict[str, Any] = {}
+
+    def copied(node: Node) -> Node:
+        while node in needed.origins:
+            node = needed.origins[node]
+        return values[node]
+
+    # Placeholders first, as a graph wants them.
+    for index, node in enumerate(needed.placeholders):
+        values[node] = graph.placeholder(f"input_{index}")
+    for index, node in enumerate(needed.nodes):
+        if node.op == "get_attr":
+            name = f"constant_{index}"
+            constants[name] = getattr(needed.owners[node.graph], str(node.target))
+            values[node] = graph.get_attr(name)
+        elif node.op != "placeholder":
+            values[node] = graph.node_copy(node, copied)
+            values[node].meta = {}
+    result = values[needed.result]
+    if equals is not None:
+        result = graph.call_function(torch.eq, (result, equals))
+    graph.output(graph.call_function(torch.all, (result,)))
+    return GraphModule(constants, graph, "Check")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rates:
+    """Seconds that a check costs, bytes it reads a second, and operations a second of attention by what it is given."""
+
+    check: float
+    bytes: float
+    dense: float
+    none: float
+    causal: float
+
+
+# A thread of a CPU: torch 2.13 without AVX-512, fp32, 512 to 2048 tokens. A padding mask that is broadcast over the
+# queries costs no more there than the noise, so that nothing is saved where the attention does not become causal.
+_CPU: Final = _Rates(check=20e-6, bytes=1e9, dense=2.5e10, none=2.5e10, causal=4e10)
+# One H200, bf16: a dense mask against the fastest kernel without one. A check waits for the device.
+_ACCELERATOR: Final = _Rates(check=60e-6, bytes=1e12, dense=1.5e14, none=4e14, causal=4e14)
+_MARGIN: Final = 4.0
+
+
+def worth(device: str, *, flops: int, causal: bool, checked_bytes: int = 0, sites: int = 1) -> Reason | None:
+    """Whether attention without a mask saves more than a check at each call and a second variant cost.
+
+    Args:
+        device: device type that the attention runs on.
+        flops: operations of the attention that loses its mask, in all sites of one forward: 4·B·H·Q·K·D each.
+        causal: whether it becomes `is_causal`, so that half of it is skipped; otherwise it keeps no mask at all.
+        checked_bytes: `Assumption.bytes`.
+        sites: how many those are, for the reason.
+
+    Returns:
+        None if it pays, otherwise why not.
+    """
+    rates, threads = (_CPU, torch.get_num_threads()) if device == "cpu" else (_ACCELERATOR, 1)
+    saved = flops * (1 / rates.dense - 1 / (rates.causal if causal else rates.none)) / threads
+    cost = rates.check + checked_bytes / rates.bytes
+    if saved >= _MARGIN * cost:
+        return None
+    return Reason(
+        code="not_profitable",
+        by=_BY,
+        sentence="a check of the mask at each call would cost more than the mask does",
+        observed=f"about {saved * 1e6:.0f} µs saved in {sites} site{'s' if sites != 1 else ''} on {device}",
+        needed=f"{_MARGIN:.0f} times the {cost * 1e6:.0f} µs of a check",
+        lever="pass no mask where nothing is padded",
+    )

@@ -1,0 +1,364 @@
+"""Retreat at run time: an executable that raises in a call is replaced, for that call and later ones, if that is safe.
+
+A call may be repeated only if the failed one left nothing behind: it must not have written to an input, and not have
+taken part in a collective. What the graph does of that is known before the first call. Random numbers may be drawn anew
+once the generators are put back, unless other code makes the same ones again from a seed, which eager does not use.
+Inputs that generated code has freed already are gone, too; what it still holds is read from the frames of the error.
+"""
+
+import dataclasses
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.dynamo.forward_mode import carries_tangents
+from omnicomp._torch.inductor.compile_fx import live_inputs
+from omnicomp.analysis.nodes import fake_value, op_name, source_line
+from omnicomp.analysis.random_state import GeneratorStates, default_generators
+from omnicomp.builder.find_failing import first_line
+from omnicomp.errors import EngineCrashedError, harmless
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.timeline import Attempt, Ran, Reason, Retreat
+
+__all__ = [
+    "Boxed",
+    "Guard",
+    "drawing_devices",
+    "draws_at_random",
+    "draws_random_numbers",
+    "obstacle",
+    "recorded_as_cudagraph",
+]
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+_COLLECTIVES: Final = ("_c10d_functional.", "c10d.", "c10d_functional.", "_dtensor.", "symm_mem.")
+_SEEDS: Final = ("prims.inductor_seed", "prims.inductor_lookup_seed")
+_SEEDED: Final = ("prims.inductor_random", "prims.inductor_randint")
+_RANDOM: Final = (*_SEEDS, *_SEEDED, "rngprims.")
+_DRAWS: Final = "draws random numbers"
+# A CUDA context is of no use after these.
+_DEVICE_LOST: Final = (
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "unspecified launch failure",
+)
+_OUT_OF_MEMORY: Final = ("DefaultCPUAllocator: ", "CUDA out of memory")
+
+
+def obstacle(module: GraphModule, part: str = "") -> Reason | None:
+    """Why a failed call of a post-autograd graph could not be repeated; None if it could.
+
+    Args:
+        module: the graph.
+        part: `forward`, `backward` or `inference`, if the generators of `drawing_devices` are put back before the call
+            is repeated. Without it, random numbers are an obstacle.
+    """
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sentence = _effect(node)
+        if sentence == _DRAWS and part:
+            sentence = _drawn_elsewhere(node, part)
+        if sentence:
+            return Reason(
+                code="not_repeatable",
+                by="execution",
+                sentence=f"a failed call can't be repeated, as the graph {sentence}",
+                node=f"{node.name} ({op_name(node)})",
+                source=source_line(node),
+                lever="run the part eager from the start with options={'lowerings': ['eager']}",
+            )
+    return None
+
+
+def _drawn_elsewhere(node: Node, part: str) -> str:
+    """What keeps random numbers from being drawn again by eager, with generators as they were before the call.
+
+    Eager draws what Inductor's calls of its operators draw. Inductor's own numbers follow from a seed; eager draws
+    others of the same distribution, which may be seen only where the seed is used a second time: by a backward, which
+    makes the numbers anew, or by another piece of a part that was cut.
+    """
+    name = op_name(node)
+    if name.startswith("rngprims."):
+        return "draws random numbers from a state of its own"
+    if part == "inference":
+        return ""
+    if name.startswith(_SEEDED) and any(_is_seed_from_outside(source) for source in node.all_input_nodes):
+        return "makes random numbers anew from a seed"
+    if name.startswith(_SEEDS) and any(user.op == "output" for user in node.users):
+        return "hands on the seed of its random numbers, from which they are made anew elsewhere"
+    return ""
+
+
+def _is_seed_from_outside(node: Node) -> bool:
+    while node.op == "call_function" and op_name(node).startswith("prims.inductor_lookup_seed"):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and str(getattr(fake_value(node), "dtype", "")) == "torch.int64"
+
+
+def drawing_devices(module: GraphModule) -> tuple[torch.device, ...]:
+    """The devices whose default generators a post-autograd graph may draw from."""
+    nodes = (node for node in module.graph.nodes if node.op == "call_function" and _effect(node) == _DRAWS)
+    leaves = (leaf for node in nodes for leaf in tree_leaves(fake_value(node)))
+    return tuple(dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
+def recorded_as_cudagraph(part: str) -> Reason:
+    """Why a part that is replayed as a CUDA graph is not run another way after it raised."""
+    return Reason(
+        code="not_repeatable",
+        by="execution",
+        sentence=f"{part} is recorded as a CUDA graph, which owns the memory of its results",
+        lever="compile without mode='reduce-overhead'",
+    )
+
+
+def draws_at_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    return _effect(node) == _DRAWS
+
+
+def draws_random_numbers(module: GraphModule) -> Node | None:
+    """The first node of a graph that draws random numbers, so that another lowering would compute something else."""
+    nodes = (node for node in module.graph.nodes if node.op == "call_function")
+    return next((node for node in nodes if _effect(node) == _DRAWS), None)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _effect(node: Node) -> str:
+    name = op_name(node)
+    if name.startswith(_COLLECTIVES):
+        return "takes part in a collective"
+    schema = getattr(node.target, "_schema", None)
+    if name.startswith(_RANDOM):
+        return _DRAWS
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _drops_nothing(node):
+        return _DRAWS
+    if schema is not None and schema.is_mutable:
+        return "writes to a tensor in place"
+    return ""
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether it is attention that could drop weights, and is told to drop none."""
+    schema: Any = getattr(node.target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            default = node.kwargs.get("dropout_p", argument.default_value)
+            return bool((node.args[position] if position < len(node.args) else default) == 0)
+    return False
+
+
+@dataclasses.dataclass(eq=False)
+class Guard:
+    """A boxed callable that steps down to another one when a call raises.
+
+    Attributes:
+        call: what is called now.
+        inputs: names of the inputs, as generated code calls them.
+        build: builds the next level; called at most once.
+        overwritten: which of them the code may write to after their last use.
+        obstacle: why a failed call can't be repeated, if it can't.
+        context: where the executable belongs.
+        subgraph: its id.
+        lowering: its lowering.
+        draws: devices whose generators are put back before a call is repeated; their states are read at each call.
+        keep_inputs: whether to hold the inputs during a call. Whoever calls a forward graph holds them anyway; a
+            backward frees what was saved for it while it runs, and should go on doing so where that is much.
+    """
+
+    call: Boxed
+    inputs: Sequence[str]
+    build: Callable[[], Executable]
+    context: LoweringContext
+    subgraph: str
+    lowering: str
+    overwritten: frozenset[str] = frozenset()
+    obstacle: Reason | None = None
+    keep_inputs: bool = True
+    draws: tuple[torch.device, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: Executable | None = None
+        self.stepped_down = False
+        self.differentiated = False
+
+    def boxed(self) -> Boxed:
+        """The callable: one more Python frame, and no work unless a call raises or an input has a tangent."""
+        if self.draws and self.obstacle is None:
+            generators: list[torch.Generator] = []
+
+            def guarded(inputs: list[Any]) -> Sequence[Any]:
+                if carries_tangents(inputs):
+                    return self._differentiated(inputs)
+                kept = tuple(inputs) if self.keep_inputs else inputs
+                if not generators:  # a device may have none before its first use
+                    generators[:] = default_generators(self.draws)
+                states = GeneratorStates.of(generators)
+                try:
+                    return self.call(inputs)
+                except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, or is raised
+                    return self._step_down(error, kept, states)
+        elif self.keep_inputs and self.obstacle is None:
+
+            def guarded(inputs: list[Any]) -> Sequence[Any]:
+                if carries_tangents(inputs):
+                    return self._differentiated(inputs)
+                kept = tuple(inputs)
+                try:
+                    return self.call(inputs)
+                except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, or is raised
+                    return self._step_down(error, kept)
+        else:
+
+            def guarded(inputs: list[Any]) -> Sequence[Any]:
+                if carries_tangents(inputs):
+                    return self._differentiated(inputs)
+                try:
+                    return self.call(inputs)
+                except Exception as error:  # noqa: BLE001 - as above
+                    return self._step_down(error, inputs)
+
+        guarded._boxed_call = True  # type: ignore[attr-defined]
+        return guarded
+
+    def _differentiated(self, inputs: list[Any]) -> Sequence[Any]:
+        """A call for a forward-mode derivative: by eager, as generated code would drop the tangents without a word."""
+        built = self._build()
+        outputs = built.call(inputs)
+        if not self.differentiated:
+            self.differentiated = True
+            with harmless("what ran"):
+                self._record_differentiated(built)
+        return outputs
+
+    def _record_differentiated(self, built: Executable) -> None:
+        context = self.context
+        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
+        reason = Reason(
+            code="forward_mode",
+            by=self.lowering,
+            sentence="an input had a tangent, of which generated code computes nothing: calls with tangents run eager",
+            lever="none is needed; calls without tangents run as they were compiled",
+        )
+        append = context.timeline.append
+        append(Retreat(**where, source_lowering=self.lowering, target_lowering=built.lowering, reason=reason))
+        evidence, kernels = built.attest()
+        append(Ran(**where, lowering=built.lowering, evidence=evidence, kernels=kernels))
+
+    def _step_down(
+        self, error: Exception, inputs: Sequence[Any], states: GeneratorStates | None = None
+    ) -> Sequence[Any]:
+        if isinstance(error, torch.AcceleratorError) or any(sign in str(error) for sign in _DEVICE_LOST):
+            raise error
+        values = None if self.obstacle else self._intact(error, inputs)
+        if values is None:
+            sentence = str(self.obstacle or "some of its inputs were freed or overwritten in the call")
+            _add_note(error, f"omnicomp: {self.subgraph} on {self.lowering} raised; nothing else was tried: {sentence}")
+            raise error
+        no_memory = _is_out_of_memory(error)
+        if no_memory:
+            _free(error)
+        if self.context.policy.on_error == "retry" or no_memory:
+            if states is not None:
+                states.restore()
+            try:
+                return self._retry(error, list(values))
+            except Exception as second:  # noqa: BLE001 - the next level is asked
+                second.__cause__ = error
+                error = second
+                if _is_out_of_memory(error):
+                    _free(error)
+        try:
+            built = self._build()
+        except Exception as second:
+            _add_note(error, f"omnicomp: {self.subgraph} on {self.lowering} raised, and eager could not be built")
+            raise error from second
+        if states is not None:
+            states.restore()
+        try:
+            outputs = built.call(list(values))
+        except Exception as second:
+            # The next level raises as well: that is the program's own error, and the executable is kept.
+            raise second from error
+        with self._lock:
+            first, self.call, self.stepped_down = not self.stepped_down, built.call, True
+        if first:
+            with harmless("why a call raised"):
+                self._record(error, built)
+        return outputs
+
+    def _intact(self, error: Exception, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """The inputs as they were before the call, or None."""
+        live = live_inputs(error, self.inputs)
+        if not inputs:
+            return [live[name] for name in self.inputs] if len(live) == len(self.inputs) else None
+        # Without any variable the code had not begun.
+        return inputs if not live or all(name in live for name in self.overwritten) else None
+
+    def _retry(self, error: Exception, inputs: list[Any]) -> Sequence[Any]:
+        outputs = self.call(inputs)
+        self.context.timeline.append(
+            Retreat(
+                graph=self.context.graph_id,
+                part=self.context.part,
+                subgraph=self.subgraph,
+                source_lowering=self.lowering,
+                target_lowering=self.lowering,
+                reason=self._reason(error, "a call raised, and did not when it was repeated"),
+            )
+        )
+        return outputs
+
+    def _build(self) -> Executable:
+        with self._lock:
+            if self._next is None:
+                self._next = self.build()
+            return self._next
+
+    def _record(self, error: Exception, built: Executable) -> None:
+        context = self.context
+        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
+        reason = self._reason(error, "a call raised")
+        append = context.timeline.append
+        append(Retreat(**where, source_lowering=self.lowering, target_lowering=built.lowering, reason=reason))
+        append(Attempt(**where, lowering=self.lowering, ok=False, reason=reason))
+        append(Attempt(**where, lowering=built.lowering, ok=True, selected=True))
+        evidence, kernels = built.attest()
+        append(Ran(**where, lowering=built.lowering, evidence=evidence, kernels=kernels))
+
+    def _reason(self, error: Exception, sentence: str) -> Reason:
+        return Reason(
+            code="engine_crashed" if isinstance(error, EngineCrashedError) else "call_failed",
+            by=self.lowering,
+            sentence=f"{sentence}: {first_line(error)}",
+            observed=type(error).__name__,
+            lever="report the error, or leave the operator out with options={'lowerings': {...}}",
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(s in str(error) for s in _OUT_OF_MEMORY)
+
+
+def _free(error: Exception) -> None:
+    """Free what only a failed call holds: variables of its frames, garbage, and memory that torch keeps for later."""
+    traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        _ = frame.f_locals  # before Python 3.13 a copy of the variables, brought up to date when it is read
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

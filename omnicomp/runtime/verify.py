@@ -1,0 +1,183 @@
+"""Verification: what a subgraph computes on real inputs, compared with eager in a higher precision.
+
+Half precision is allowed what eager loses in it, and float32 what the order of its sums costs
+(`omnicomp.analysis.accuracy`).
+"""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch.autograd.mutations import write_targets
+from omnicomp._torch.fx import boxed, copy_module
+from omnicomp.analysis.accuracy import PRECISIONS, Judged, copy_of, judge
+from omnicomp.analysis.nodes import op_name
+from omnicomp.builder.find_failing import first_line
+from omnicomp.errors import LoweringError
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings.eager import EagerLowering
+from omnicomp.lowerings.override import put_references
+from omnicomp.runtime.guard import Boxed, draws_random_numbers
+from omnicomp.timeline import Attempt, Ran, Reason, Retreat
+
+if TYPE_CHECKING:
+    from omnicomp.builder.find_wrong import Suspects  # it needs this module
+
+__all__ = ["Verifier", "in_precision"]
+
+
+def in_precision(module: GraphModule, dtype: torch.dtype) -> GraphModule:
+    """A copy of a post-autograd graph in which every floating-point dtype that it names is `dtype`."""
+
+    def wide(value: Any) -> Any:
+        return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    made = copy_module(module)
+    for node in made.graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(map(wide, node.args))
+            node.kwargs = {name: wide(value) for name, value in node.kwargs.items()}
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+    made.recompile()
+    return made
+
+
+@dataclasses.dataclass(eq=False)
+class Verifier:
+    """Compares the calls of one executable with eager.
+
+    Attributes:
+        module: the subgraph before anything was rewritten in it; read, not changed.
+        inputs: fake tensors and symbolic sizes of it.
+        context: where it belongs.
+        subgraph: its id.
+        lowering: of the executable.
+        suspects: what finds the guilty node, if one is to be looked for.
+    """
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    context: LoweringContext
+    subgraph: str
+    lowering: str
+    suspects: "Suspects | None" = None
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+        self._eager: Executable | None = None
+        self._replaced: Boxed | None = None
+        self._changed = _changed_inputs(self.module)
+        self.verdict = "not verified: it was not called"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the executable was replaced by eager."""
+        return self._replaced is not None
+
+    def around(self, call: Boxed) -> Boxed:
+        """A boxed callable that verifies the first call, or every one, of `call`."""
+        always = self.context.policy.verify == "always"
+
+        def verified(inputs: list[Any]) -> Sequence[Any]:
+            replaced = self._replaced
+            if replaced is not None:
+                return replaced(inputs)
+            if self._done and not always:
+                return call(inputs)
+            return self._verify(call, inputs)
+
+        verified._boxed_call = True  # type: ignore[attr-defined]
+        return verified
+
+    def _verify(self, call: Boxed, inputs: list[Any]) -> Sequence[Any]:
+        node = draws_random_numbers(self.module)
+        if node is not None:
+            self.verdict, self._done = f"not verified: {op_name(node)} draws other numbers in eager", True
+            return call(inputs)
+        dtype, kept = PRECISIONS[self.context.policy.reference], list(inputs)
+        try:
+            own = [copy_of(value) if index in self._changed else value for index, value in enumerate(inputs)]
+            wide = [copy_of(value, dtype) for value in inputs]
+            eager = self._eager_lowering()
+            expected = list(eager.call(list(own)))
+            exact = list(boxed(in_precision(put_references(copy_module(self.module)), dtype))(list(wide)))
+            seen = None if self.suspects is None else self.suspects.keep(inputs, self._changed)
+        except Exception as error:  # noqa: BLE001 - becomes the verdict
+            self.verdict, self._done = f"not verified: the reference raised {first_line(error)}", True
+            return call(inputs)
+        outputs = list(call(inputs))
+        self._done = True
+        changed = sorted(self._changed)
+        found, mine, true = (
+            [*values, *(arguments[index] for index in changed)]
+            for values, arguments in ((outputs, kept), (expected, own), (exact, wide))
+        )
+        try:
+            judged = judge(found, mine, true)
+        except Exception as error:  # noqa: BLE001 - becomes the verdict
+            self.verdict = f"not verified: the results could not be compared: {first_line(error)}"
+            return outputs
+        if judged.worst is None:
+            self.verdict = f"verified: error {judged.error:.1e}, eager's {judged.own:.1e}"
+            return outputs
+        self._fail(judged, eager, seen)
+        for index in changed:
+            kept[index].copy_(own[index])
+        return expected
+
+    def _eager_lowering(self) -> Executable:
+        with self._lock:
+            if self._eager is None:
+                self._eager = EagerLowering().lower(put_references(copy_module(self.module)), self.inputs, self.context)
+            return self._eager
+
+    def _fail(self, judged: Judged, eager: Executable, seen: Sequence[Any] | None = None) -> None:
+        context = self.context
+        output = next(iter(reversed(self.module.graph.nodes)))
+        results = output.all_input_nodes
+        node = results[judged.worst] if judged.worst is not None and judged.worst < len(results) else None
+        reason = Reason(
+            code="verification_failed",
+            by=self.lowering,
+            sentence=f"result {judged.worst} is farther from {context.policy.reference} than eager's",
+            observed=f"error {judged.error:.1e}, eager's {judged.own:.1e}",
+            needed=f"at most {judged.allowed:.1e}",
+            node=f"{node.name} ({op_name(node)})" if isinstance(node, Node) else "",
+            lever="report the error; to see it raised, set options={'on_error': 'raise'}",
+        )
+        if context.policy.on_error == "raise":
+            raise LoweringError(f"{self.subgraph} is wrong on {self.lowering}: {reason}")
+        with self._lock:
+            first, self._replaced = self._replaced is None, eager.call
+        if not first:
+            return
+        self.verdict = f"wrong: {reason.sentence}"
+        if self.suspects is not None and seen is not None:
+            from omnicomp.builder.find_wrong import blame, record
+
+            finding = self.suspects.search(seen)
+            reason = blame(finding, reason)
+            if finding.call is not None:
+                record(finding, reason, context, self.subgraph, self.lowering)
+                self._replaced = finding.call
+                return
+        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
+        append = context.timeline.append
+        append(Retreat(**where, source_lowering=self.lowering, target_lowering="eager", reason=reason))
+        append(Attempt(**where, lowering=self.lowering, ok=False, reason=reason))
+        append(Attempt(**where, lowering="eager", ok=True, selected=True))
+        evidence, kernels = eager.attest()
+        append(Ran(**where, lowering="eager", evidence=evidence, kernels=kernels))
+
+
+def _changed_inputs(module: GraphModule) -> frozenset[int]:
+    """Which inputs the graph writes to."""
+    inputs = {node: index for index, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+    written = (target for node in module.graph.nodes for target in write_targets(node))
+    return frozenset(inputs[target] for target in written if target in inputs)

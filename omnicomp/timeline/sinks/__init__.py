@@ -1,0 +1,1 @@
+"""Where events go besides memory: JSON Lines files, loggers, torch's structured trace, OpenTelemetry."""

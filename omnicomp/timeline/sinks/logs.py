@@ -1,0 +1,169 @@
+"""The timeline as log lines: `TORCH_LOGS="omnicomp"` for what was decided, `"+omnicomp"` for each detail of it.
+
+Every line goes to a logger below `omnicomp`, so that Python's own configuration of loggers works as well.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from omnicomp._torch.logs import register
+from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.recorder import Timeline
+
+__all__ = ["LOGGERS", "LogSink", "attach"]
+
+_KEY: Final = "the loggers of omnicomp"
+
+LOGGERS: Final[dict[str, str]] = {
+    "capture": "capture",
+    "option": "options",
+    "pass_run": "passes",
+    "rewrite": "passes",
+    "near_miss": "passes",
+    "speculation": "speculation",
+    "calibration": "calibration",
+    "placement": "placement",
+    "subgraph": "placement",
+    "attempt": "lowerings",
+    "retreat": "lowerings",
+    "ran": "execution",
+    "verification": "execution",
+    "cache": "caches",
+}
+"""The logger below `omnicomp` for each type of event; the lines of other types go to `omnicomp.timeline`."""
+
+Record = Mapping[str, Any]
+register("omnicomp")
+
+
+class LogSink:
+    """Writes a line for each event whose level is enabled."""
+
+    def __init__(self) -> None:
+        """Find the loggers."""
+        self._loggers = {kind: logging.getLogger(f"omnicomp.{name}") for kind, name in LOGGERS.items()}
+        self._other = logging.getLogger("omnicomp.timeline")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any of the loggers takes lines below a warning."""
+        return any(log.isEnabledFor(logging.INFO) for log in (*self._loggers.values(), self._other))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take one event."""
+        kind = record["type"]
+        log = self._loggers.get(kind, self._other)
+        if not log.isEnabledFor(logging.INFO):
+            return
+        level, line = _LINES.get(kind, _detail)(record)
+        if log.isEnabledFor(level):
+            log.log(level, "%s", one_line(line))
+        for node in record.get("declined", ()) if log.isEnabledFor(logging.DEBUG) else ():
+            why = "; ".join(f"{reason.get('by', '')}: {reason.get('sentence', '')}" for reason in node["chain"])
+            where = f"{_where(record)}: {node['node']} ({node['op']}){_at(node)}"
+            log.debug("%s", one_line(f"{where} on {node['lowering']}: {why}"))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def attach(timeline: Timeline) -> None:
+    """Add the sink, if somebody reads the lines."""
+    if not timeline.has_sink(_KEY):
+        sink = LogSink()
+        if sink.wanted:
+            timeline.add_sink(_KEY, sink)
+
+
+def _where(record: Record) -> str:
+    part = record.get("part")
+    return record.get("subgraph") or (f"{record['graph']}.{part}" if part else record["graph"])
+
+
+def _at(record: Record) -> str:
+    return f" at {record['source']}" if record.get("source") else ""
+
+
+def _why(record: Record) -> str:
+    return (record.get("reason") or {}).get("sentence", "")
+
+
+def _capture(record: Record) -> tuple[int, str]:
+    facts = [f"{record['nodes']} operators", f"device {record['device']}"]
+    facts += [f"compile id {record['compile_id']}"] if record["compile_id"] else []
+    facts += [name for name in ("training", "dynamic") if record[name]]
+    return logging.INFO, f"{record['graph']} {record['function']}: {', '.join(facts)}"
+
+
+def _option(record: Record) -> tuple[int, str]:
+    asked = f"option {record['key']} is {record['effective']}, not {record['requested']}"
+    return logging.INFO, f"{record['graph']}: {asked}: {_why(record)}"
+
+
+def _pass_run(record: Record) -> tuple[int, str]:
+    did = f"rewrote {record['rewrites']} places" if record["modified"] else "changed nothing"
+    level = logging.INFO if record["modified"] else logging.DEBUG
+    return level, f"{record['graph']}: {record['name']} {did} in {record['seconds']:.3f} s. {record['note']}"
+
+
+def _rewrite(record: Record) -> tuple[int, str]:
+    what = f"{record['name']} rewrote {record['node']}{_at(record)} to {record['target']}"
+    return logging.DEBUG, f"{record['graph']}: {what}. {record['detail']}"
+
+
+def _near_miss(record: Record) -> tuple[int, str]:
+    return logging.DEBUG, f"{record['graph']}: {record['name']} left {record['node']}{_at(record)}: {_why(record)}"
+
+
+def _placement(record: Record) -> tuple[int, str]:
+    nodes = ", ".join(f"{count} on {lowering}" for lowering, count in record["nodes"].items())
+    return logging.INFO, f"{_where(record)}: {nodes or 'no operators'}"
+
+
+def _attempt(record: Record) -> tuple[int, str]:
+    if record["ok"]:
+        level = logging.INFO if record["selected"] else logging.DEBUG
+        built = f"{record['lowering']} built it in {record['seconds']:.3f} s"
+        return level, f"{_where(record)}: {built} {record['artefact']}"
+    level = logging.INFO if _why(record) else logging.DEBUG
+    return level, f"{_where(record)}: not on {record['lowering']}: {_why(record) or record['skipped']}"
+
+
+def _retreat(record: Record) -> tuple[int, str]:
+    moved = f"{record['source_lowering']} gave way to {record['target_lowering']}"
+    return logging.INFO, f"{_where(record)}: {moved}: {_why(record)}"
+
+
+def _ran(record: Record) -> tuple[int, str]:
+    return logging.INFO, f"{_where(record)}: ran on {record['lowering']}: {record['evidence']}"
+
+
+def _verification(record: Record) -> tuple[int, str]:
+    return logging.INFO, f"{_where(record)}: {record['name']} is {record['state']}: {record['detail']}"
+
+
+def _cache(record: Record) -> tuple[int, str]:
+    why = "; ".join(piece for piece in (record["note"], *record["changed"]) if piece)
+    return logging.INFO, f"{_where(record)}: {record['cache']} {record['verdict']}{f': {why}' if why else ''}"
+
+
+def _detail(record: Record) -> tuple[int, str]:
+    left_out = ("schema", "type", "time", "seq", "pid", "rank", "thread", "graph", "part", "subgraph")
+    fields = ", ".join(f"{key}={value}" for key, value in record.items() if key not in left_out and value)
+    return logging.DEBUG, f"{_where(record)}: {record['type']}: {fields}"
+
+
+_LINES: Final[dict[str, Callable[[Record], tuple[int, str]]]] = {
+    "capture": _capture,
+    "option": _option,
+    "pass_run": _pass_run,
+    "rewrite": _rewrite,
+    "near_miss": _near_miss,
+    "placement": _placement,
+    "attempt": _attempt,
+    "retreat": _retreat,
+    "ran": _ran,
+    "verification": _verification,
+    "cache": _cache,
+}

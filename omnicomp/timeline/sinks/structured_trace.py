@@ -1,0 +1,106 @@
+"""The timeline in torch's structured trace, so that tlparse shows a page of omnicomp's for each compilation.
+
+For each compile id there are two kinds of artefacts: `omnicomp_audit`, the report as text, and `omnicomp_events`, what
+was decided since the last one, as JSON. Both are written when a compilation is over, and at the end of the process for
+what only ran since. What goes wrong at run time is written at once.
+"""
+
+import atexit
+import json
+import os
+from typing import Any, Final
+
+from omnicomp._torch import structured as trace
+from omnicomp.errors import harmless
+from omnicomp.timeline import Event
+from omnicomp.timeline.recorder import Timeline, rank
+
+__all__ = ["TraceSink", "attach", "flush"]
+
+_KEY: Final = "the structured trace of torch"
+# Of each call, and no decisions.
+_SAMPLES: Final = ("memory", "timing")
+_URGENT: Final = ("retreat", "verification")
+
+
+class TraceSink:
+    """Remembers which graphs have something new, and writes that to the trace when it is told to."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Begin with nothing to write.
+
+        Args:
+            timeline: where the events are read from.
+        """
+        self._timeline = timeline
+        self._places: dict[str, trace.Place | None] = {}
+        self._written: dict[str, int] = {}
+        self._new: set[str] = set()
+        self._pid = os.getpid()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take note of one event."""
+        if self._pid != os.getpid():  # a forked child has a trace of its own, in which its parent's graphs are not
+            self._pid = os.getpid()
+            self._new.clear()
+        kind, graph = record["type"], record["graph"]
+        if kind in _SAMPLES:
+            return
+        place = trace.here()
+        # A variant that is compiled in a later call belongs to the compilation of its graph.
+        known = self._places.get(graph) or self._places.get(graph.split(":")[0])
+        self._places[graph] = known or place
+        self._new.add(graph)
+        if kind in _URGENT and place is None:
+            trace.artifact(f"omnicomp_{kind}", "json", json.dumps(record, default=str), self._places[graph])
+
+    def flush(self) -> None:
+        """Write what is new of each graph."""
+        if self._pid != os.getpid():
+            return
+        graphs, self._new = sorted(self._new), set()
+        for graph in graphs:
+            events = self._timeline.events(graph)
+            start = self._written.get(graph, -1)
+            new = [_record(event) for event in events if event.seq > start and event.type not in _SAMPLES]
+            if not new:
+                continue
+            self._written[graph] = events[-1].seq
+            place = self._places.get(graph)
+            trace.artifact("omnicomp_events", "json", json.dumps(new, default=str), place)
+            trace.artifact("omnicomp_audit", "string", _page(events), place)
+
+    def close(self) -> None:
+        """Write what is left."""
+        with harmless("the decisions in torch's structured trace"):
+            self.flush()
+
+
+def _record(event: Event) -> dict[str, Any]:
+    return {**event.to_dict(), "pid": os.getpid(), "rank": rank()}
+
+
+def _page(events: tuple[Event, ...]) -> str:
+    from omnicomp.audit import build  # a compilation that nobody traces needs no views
+
+    return build(events).to_text()
+
+
+_sink: TraceSink | None = None
+
+
+def attach(timeline: Timeline) -> None:
+    """Add the sink, if somebody takes torch's structured trace."""
+    global _sink
+    if not trace.tracing() or timeline.has_sink(_KEY):
+        return
+    if _sink is None:
+        atexit.register(flush)
+    _sink = TraceSink(timeline)
+    timeline.add_sink(_KEY, _sink)
+
+
+def flush() -> None:
+    """Write to the structured trace what the timeline was told since the last time; nothing if nobody takes it."""
+    if _sink is not None and _sink._new:
+        _sink.close()
