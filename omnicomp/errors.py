@@ -28,6 +28,7 @@ __all__ = [
     "ReportError",
     "TimelineError",
     "WrongResultError",
+    "first_line",
     "harmless",
     "nearest",
 ]
@@ -112,6 +113,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f'; did you mean "{matches[0]}"?' if matches else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error that says something, with its type, at most 300 characters."""
+    inner: BaseException = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    text = lines[0] if lines else "no message"
+    name = type(inner).__name__
+    return (text if text.startswith(name) else f"{name}: {text}")[:300]
 
 
 class harmless:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from omnicomp.errors import Once, harmless
+from omnicomp.errors import Once, first_line, harmless
 
 
 def test_it_runs_once_however_many_threads_come() -> None:
@@ -35,3 +35,8 @@ def test_what_raises_is_logged_with_its_traceback_and_not_tried_again(caplog: py
 def test_an_interruption_is_not_caught() -> None:
     with pytest.raises(KeyboardInterrupt), harmless("anything"):
         raise KeyboardInterrupt
+
+
+def test_the_first_line_names_the_error_once() -> None:
+    assert first_line(RuntimeError("\n  broken\nmore")) == "RuntimeError: broken"
+    assert first_line(ValueError()) == "ValueError: no message"

@@ -1,17 +1,17 @@
-"""FX internals: the boxed calling convention, in which a graph's inputs can be freed while it runs."""
+"""FX graphs: the graphs inside of a graph, fake values, copies, runs on fakes, and the boxed calling convention."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._guards import detect_fake_mode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["boxed", "copy_module", "run_on_fakes"]
+__all__ = ["all_nodes", "boxed", "copy_module", "fake_value", "run_on_fakes", "submodules"]
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -35,7 +35,7 @@ def copy_module(module: GraphModule) -> GraphModule:
     about the inputs outside of the metadata comes along, as AOTAutograd reads from it which inputs are static.
     """
     graph = torch.fx.Graph(tracer_cls=module.graph._tracer_cls)
-    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    values: dict[Node, Node] = {}
     for node in module.graph.nodes:
         copy = graph.node_copy(node, values.__getitem__)
         copy.name = node.name
@@ -83,3 +83,37 @@ def run_on_fakes(module: GraphModule, inputs: Sequence[Any]) -> Any:
         quiet.enter_context(torch.no_grad())
         quiet.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
         return torch.fx.Interpreter(module).run(*inputs)
+
+
+def all_nodes(module: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph and of the graphs that its higher-order operators call."""
+    yield from module.graph.nodes
+    for child in submodules(module):
+        yield from all_nodes(child)
+
+
+def submodules(module: GraphModule) -> Iterator[GraphModule]:
+    """The graphs that higher-order operators of `module` call: GraphModules fetched by `get_attr`, each once."""
+    seen: set[str] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(node.target, str) and node.target not in seen:
+            seen.add(node.target)
+            child = _attribute(module, node.target)
+            if isinstance(child, GraphModule):
+                yield child
+
+
+def fake_value(node: Any) -> Any:
+    """The fake tensor or symbolic number of a node, before or after autograd; other values as they are."""
+    if not isinstance(node, Node):
+        return node
+    if "example_value" in node.meta:
+        return node.meta["example_value"]
+    return node.meta.get("val")
+
+
+def _attribute(module: GraphModule, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -2,13 +2,15 @@
 
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten
+
+from omnicomp._torch.fx import all_nodes, fake_value, submodules
 
 __all__ = [
     "all_nodes",
@@ -82,13 +84,6 @@ def plain_path(path: str) -> str:
     return path.lstrip(".")
 
 
-def all_nodes(module: GraphModule) -> Iterator[Node]:
-    """The nodes of a graph and of the graphs that its higher-order operators call."""
-    yield from module.graph.nodes
-    for child in submodules(module):
-        yield from all_nodes(child)
-
-
 def function_name(nodes: Iterable[Node]) -> str:
     """The graph's first user function with its file and line, for example `forward (model.py:12)`, or empty."""
     for node in nodes:
@@ -103,26 +98,6 @@ def call_count(module: GraphModule) -> int:
     """Number of operators in a graph, submodules of higher-order operators included."""
     own = sum(1 for node in module.graph.nodes if node.op.startswith("call_"))
     return own + sum(call_count(child) for child in submodules(module))
-
-
-def submodules(module: GraphModule) -> Iterator[GraphModule]:
-    """The graphs that higher-order operators of `module` call: GraphModules fetched by `get_attr`, each once."""
-    seen: set[str] = set()
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and isinstance(node.target, str) and node.target not in seen:
-            seen.add(node.target)
-            child = _attribute(module, node.target)
-            if isinstance(child, GraphModule):
-                yield child
-
-
-def fake_value(node: Any) -> Any:
-    """The fake tensor or symbolic number of a node, before or after autograd; other values as they are."""
-    if not isinstance(node, Node):
-        return node
-    if "example_value" in node.meta:
-        return node.meta["example_value"]
-    return node.meta.get("val")
 
 
 def insert_call(
@@ -172,10 +147,3 @@ def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _fake_mode(values: Any) -> Any:
     leaves, _ = tree_flatten(values)
     return next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
-
-
-def _attribute(module: GraphModule, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part, None)
-    return value

@@ -17,9 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
-from omnicomp.lowerings.overrides.trust import size_class
 
-__all__ = ["content", "content_of_all"]
+__all__ = ["content", "content_of_all", "size_class"]
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
@@ -49,6 +48,13 @@ def content_of_all(nodes: Iterable[Node]) -> str:
             kinds[f"{name}({','.join(map(_kind, values))})"] += 1
             sizes[f"{name}({','.join(map(_sizes, values))})"] += 1
     return f"{_hash(kinds)[:12]}-{_hash(sizes)[:8]}"
+
+
+def size_class(n: int) -> str:
+    """The class of a size that kernels have other code for: 0, 1, or the power of two below; a star: 16 divides it."""
+    if n in (0, 1):
+        return str(n)
+    return f"{'-' if n < 0 else ''}2^{abs(n).bit_length() - 1}{'' if n % 16 else '*'}"
 
 
 def _called(node: Node) -> Iterator[Node]:

@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,19 +24,19 @@ from omnicomp.backend.attach_sinks import attach_all
 from omnicomp.backend.graph_breaks import record_graph_break
 from omnicomp.builder.cache_keys import KeyParts
 from omnicomp.builder.known_failures import wrong_code
-from omnicomp.builder.record import distinct
 from omnicomp.devices import Device, primary_device, resolve_device
 from omnicomp.errors import harmless
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.options.digest import package_digest, version
 from omnicomp.options.effective import effective_options
 from omnicomp.options.policy import Policy
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
 from omnicomp.timeline import Capture, NodePlacement, Option, Reason, Stage, current, rank
-from omnicomp.timeline.values import common_path
+from omnicomp.timeline.values import common_path, distinct
 
-__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts", "package_digest", "version"]
+__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,29 +209,3 @@ def _scope(policy: Policy, id: str, nodes: Sequence[Node]) -> str:
 def _identity(function: str, modules: Sequence[str], training: bool) -> str:
     """What stays the same when a program is edited: its function and modules, without line numbers."""
     return "\n".join((re.sub(r":\d+\)$", ")", function), f"training: {training}", *modules))
-
-
-@functools.cache
-def version() -> str:
-    """Version of the installed package, or `checkout` if it is not installed."""
-    try:
-        return importlib.metadata.version("omnicomp")
-    except importlib.metadata.PackageNotFoundError:
-        return "checkout"
-
-
-@functools.cache
-def package_digest() -> str:
-    """Hash of omnicomp's version and sources: an edited checkout never meets the artefacts of the old one.
-
-    The views (audit, cli) are left out: they read what was compiled and change nothing of it.
-    """
-    value = hashlib.sha256(version().encode())
-    root = Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in ("audit", "cli"):
-            continue
-        value.update(str(relative).encode())
-        value.update(path.read_bytes())
-    return value.hexdigest()

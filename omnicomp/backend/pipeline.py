@@ -27,8 +27,7 @@ from omnicomp.backend.autograd import uses_inductor
 from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.select import compile_chosen
 from omnicomp.backend.variants import ASSUMED, GENERAL, Checks, Variant, Variants
-from omnicomp.builder.find_failing import first_line
-from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError, Once
+from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError, Once, first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.lowerings.overrides.search import apply_searches

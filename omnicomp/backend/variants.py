@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.dynamo import control_flow, late_compile
-from omnicomp.builder.find_failing import first_line
-from omnicomp.errors import Once
+from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.timeline import Reason, Speculation, Timeline
 

@@ -17,7 +17,7 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.graph_text import from_source, to_source
 from omnicomp.analysis.costs import hint_of_text, size_of
 from omnicomp.analysis.layouts import Layout
-from omnicomp.builder.find_failing import first_line
+from omnicomp.errors import first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.runtime.guard import Boxed, Guard, obstacle, recorded_as_cudagraph

@@ -18,10 +18,10 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.failures import kind_of
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import op_name, source_line
-from omnicomp.errors import EngineCrashedError
+from omnicomp.errors import EngineCrashedError, first_line
 from omnicomp.timeline import Reason
 
-__all__ = ["Prober", "Verdict", "find_failing", "first_line", "refused_by"]
+__all__ = ["Prober", "Verdict", "find_failing", "refused_by"]
 
 Build = Callable[[Sequence[Node]], Exception | None]
 """Tries to build a run of nodes; returns the exception, or None if it worked."""
@@ -262,12 +262,3 @@ def refused_by(
         )
         for node in leaving
     }
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error that says something, with its type, at most 300 characters."""
-    inner: BaseException = getattr(error, "inner_exception", error)
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    text = lines[0] if lines else "no message"
-    name = type(inner).__name__
-    return (text if text.startswith(name) else f"{name}: {text}")[:300]

@@ -21,11 +21,11 @@ from omnicomp.analysis.accuracy import PRECISIONS, copy_of, judge
 from omnicomp.analysis.costs import cost_of
 from omnicomp.analysis.layouts import layout_of, restride
 from omnicomp.analysis.nodes import op_name, source_line
-from omnicomp.builder.find_failing import Prober, Verdict, find_failing, first_line
+from omnicomp.builder.find_failing import Prober, Verdict, find_failing
 from omnicomp.builder.on_failure import Setbacks
 from omnicomp.builder.partition import Piece, extract, gather_getitems, stitch
 from omnicomp.builder.time_limit import PartBudget
-from omnicomp.errors import WrongResultError
+from omnicomp.errors import WrongResultError, first_line
 from omnicomp.lowerings import LOWERINGS, Executable, LoweringContext
 from omnicomp.runtime.verify import in_precision
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat, Subgraph

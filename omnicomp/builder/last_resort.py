@@ -10,10 +10,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from omnicomp._torch.fx import boxed, copy_module
-from omnicomp.builder.find_failing import first_line
 from omnicomp.builder.placement import Plan, Run
 from omnicomp.builder.record import PartRecord
-from omnicomp.errors import Once, harmless
+from omnicomp.errors import Once, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.timeline import Ran, Reason, Retreat

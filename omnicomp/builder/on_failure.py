@@ -5,10 +5,11 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from omnicomp.builder.find_failing import Verdict, first_line
+from omnicomp.builder.find_failing import Verdict
 from omnicomp.builder.known_failures import Entry, PartVerdicts
 from omnicomp.builder.partition import extract
 from omnicomp.builder.repro import write_script
+from omnicomp.errors import first_line
 from omnicomp.lowerings import LoweringContext
 from omnicomp.timeline import Reason
 

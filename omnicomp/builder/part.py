@@ -21,7 +21,7 @@ from omnicomp._torch.inductor.time_limit import not_kept
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
-from omnicomp.builder.find_failing import Prober, Verdict, find_failing, first_line, refused_by
+from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused_by
 from omnicomp.builder.find_wrong import Suspects
 from omnicomp.builder.last_resort import run_eagerly
 from omnicomp.builder.on_failure import Setbacks
@@ -31,7 +31,7 @@ from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.builder.subgraph_checks import described, taken_together
 from omnicomp.builder.time_limit import PartBudget
-from omnicomp.errors import BudgetSpentError, EngineHungError, LoweringError, Once
+from omnicomp.errors import BudgetSpentError, EngineHungError, LoweringError, Once, first_line
 from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable

@@ -9,7 +9,7 @@ read afresh from the Dynamo graph at every start: the record names its nodes (`o
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from torch.fx import GraphModule, Node
@@ -47,19 +47,14 @@ from omnicomp.timeline import (
     Subgraph,
 )
 from omnicomp.timeline.reading import event_from_dict
-from omnicomp.timeline.values import common_path
+from omnicomp.timeline.values import common_path, distinct
 
-__all__ = ["PartRecord", "distinct", "emit_cudagraphs_off", "emit_ran", "read_record", "replay"]
+__all__ = ["PartRecord", "emit_cudagraphs_off", "emit_ran", "read_record", "replay"]
 
 _SHOWN: Final = 8
 _UNRECORDED: Final = ("graph", "time", "seq", "schema")
 _HINTS: Final = ("flops_hint", "bytes_hint")
 _PLACES: Final = ("sources", "modules")
-
-
-def distinct(values: Iterable[str]) -> tuple[str, ...]:
-    """The first eight distinct, non-empty values, in order."""
-    return tuple(dict.fromkeys(value for value in values if value))[:_SHOWN]
 
 
 class PartRecord:

@@ -20,10 +20,9 @@ from omnicomp._torch.inductor.graph_text import dump_constant, from_source, load
 from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
-from omnicomp.builder.find_failing import first_line
 from omnicomp.builder.partition import Call, Piece, Stitching
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off, emit_ran, read_record
-from omnicomp.errors import Once
+from omnicomp.errors import Once, first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import PlannedCall

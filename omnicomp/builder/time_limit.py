@@ -13,8 +13,8 @@ from torch.fx import Node
 from omnicomp._torch.inductor.build_clock import AUTOTUNING
 from omnicomp._torch.inductor.time_limit import Meter, autotunes, building, failure_of_autotuning, without_autotuning
 from omnicomp.analysis.nodes import op_name, source_line
-from omnicomp.builder.find_failing import Verdict, first_line
-from omnicomp.errors import BudgetSpentError
+from omnicomp.builder.find_failing import Verdict
+from omnicomp.errors import BudgetSpentError, first_line
 from omnicomp.timeline import Reason
 
 __all__ = ["PartBudget"]

@@ -11,11 +11,11 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import copy_module
 from omnicomp.analysis.nodes import op_name
-from omnicomp.builder.find_failing import Prober, Verdict, find_failing, first_line
+from omnicomp.builder.find_failing import Prober, Verdict, find_failing
 from omnicomp.builder.known_failures import Entry, entries, forget
 from omnicomp.builder.partition import extract, gather_getitems
 from omnicomp.builder.repro import write_script
-from omnicomp.errors import OmnicompError
+from omnicomp.errors import OmnicompError, first_line
 from omnicomp.store import folder
 
 __all__ = ["forget_known", "list_known", "run_script"]

@@ -21,8 +21,7 @@ from omnicomp._torch.dynamo.forward_mode import carries_tangents
 from omnicomp._torch.inductor.compile_fx import live_inputs
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.analysis.random_state import GeneratorStates, default_generators
-from omnicomp.builder.find_failing import first_line
-from omnicomp.errors import EngineCrashedError, harmless
+from omnicomp.errors import EngineCrashedError, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
 

@@ -18,7 +18,7 @@ from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.inductor.failures import kind_of
 from omnicomp.analysis.accuracy import Judged, copy_of, judge
 from omnicomp.analysis.random_state import generator_states
-from omnicomp.builder.find_failing import first_line
+from omnicomp.errors import first_line
 from omnicomp.lowerings.overrides.declaration import Function, Override
 
 __all__ = ["Trial", "devices_of", "try_backward", "try_forward"]

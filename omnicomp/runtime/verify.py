@@ -16,8 +16,7 @@ from omnicomp._torch.autograd.mutations import write_targets
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp.analysis.accuracy import PRECISIONS, Judged, copy_of, judge
 from omnicomp.analysis.nodes import op_name
-from omnicomp.builder.find_failing import first_line
-from omnicomp.errors import LoweringError
+from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references

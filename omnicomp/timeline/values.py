@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["common_path", "text_of"]
+__all__ = ["common_path", "distinct", "text_of"]
 
 _DEEPEST: Final = 8
+_SHOWN: Final = 8
 
 
 def common_path(paths: Iterable[str]) -> str:
@@ -19,6 +20,11 @@ def common_path(paths: Iterable[str]) -> str:
             same = (index for index, (one, other) in enumerate(zip(shared, names, strict=False)) if one != other)
             shared = shared[: next(same, min(len(shared), len(names)))]
     return ".".join(shared or ())
+
+
+def distinct(values: Iterable[str]) -> tuple[str, ...]:
+    """The first eight distinct, non-empty values, in order."""
+    return tuple(dict.fromkeys(value for value in values if value))[:_SHOWN]
 
 
 def text_of(value: Any, depth: int = 0) -> str:

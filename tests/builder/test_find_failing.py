@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 import omnicomp
 from omnicomp._torch.inductor import compile_fx as inductor
 from omnicomp.builder import part as ladder
-from omnicomp.builder.find_failing import Prober, Verdict, find_failing, first_line
+from omnicomp.builder.find_failing import Prober, Verdict, find_failing
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import InductorLowering
 
@@ -185,11 +185,6 @@ def test_what_ran_out_of_memory_or_time_is_narrowed_and_not_kept(error: Exceptio
     verdict = find_failing(nodes, wrapped, Prober(lambda part: wrapped if nodes[3] in part else None, 9))
     assert set(verdict.cut) == {nodes[3].name}
     assert not verdict.lasting
-
-
-def test_the_first_line_names_the_error_once() -> None:
-    assert first_line(RuntimeError("\n  broken\nmore")) == "RuntimeError: broken"
-    assert first_line(ValueError()) == "ValueError: no message"
 
 
 class Planted:

@@ -56,7 +56,7 @@ def _graph(package: Path) -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def _upward(graph: dict[str, set[str]]) -> list[str]:

@@ -15,8 +15,8 @@ from torch._inductor.virtualized import V
 from torch._library.utils import zip_schema
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.fx import all_nodes, submodules
 from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp.analysis.nodes import all_nodes, submodules
 
 __all__ = [
     "read_before_written",

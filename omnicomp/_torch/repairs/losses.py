@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import _reduction
 
-from omnicomp.analysis.nodes import all_nodes, fake_value, submodules
+from omnicomp._torch.fx import all_nodes, fake_value, submodules
 
 __all__ = ["multilabel_margin_loss", "repair_losses"]
 

@@ -23,7 +23,7 @@ from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.select.candidates import Option
 from omnicomp.backend.select.duel import Duel, duel, fitting_clock
 from omnicomp.backend.select.model_parts import parts_of
-from omnicomp.builder.find_failing import first_line
+from omnicomp.errors import first_line
 from omnicomp.lowerings.engines.inputs import weights_of
 from omnicomp.options.placement_rules import Rule
 from omnicomp.passes.dtypes.trial_runs import written_inputs

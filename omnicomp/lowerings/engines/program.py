@@ -22,13 +22,13 @@ from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor.own_context import apart, is_symbolic, with_fixed_sizes
 from omnicomp.analysis.exact_hash import fingerprint
-from omnicomp.backend.capture import package_digest, version
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.store import key_of, store
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes
 from omnicomp.lowerings.engines.trial import is_wanted, try_apart
+from omnicomp.options.digest import package_digest, version
 from omnicomp.timeline import Reason, Retreat
 from omnicomp.weights.baked import Constants, fixable
 

@@ -25,14 +25,13 @@ from omnicomp._torch.dynamo.late_compile import hinted
 from omnicomp._torch.inductor.graph_text import to_source
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import fake_value
-from omnicomp.backend.capture import package_digest
-from omnicomp.builder.find_failing import first_line
 from omnicomp.devices import resolve_device
-from omnicomp.errors import EngineCrashedError, EngineError, EngineHungError
+from omnicomp.errors import EngineCrashedError, EngineError, EngineHungError, first_line
 from omnicomp.lowerings.engines.base import Engine
 from omnicomp.lowerings.engines.store import key_of
 from omnicomp.lowerings.engines.subgraph import Subgraph
 from omnicomp.lowerings.engines.trial_process import DiedError, HungError, NotStartedError, worker
+from omnicomp.options.digest import package_digest
 
 __all__ = ["VARIABLE", "forget", "is_wanted", "try_apart"]
 

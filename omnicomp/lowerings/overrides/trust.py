@@ -17,11 +17,12 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from omnicomp.analysis.stable_identity import size_class
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Reason
 
-__all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "size_class", "trust"]
+__all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "trust"]
 
 _lock: Final = threading.Lock()
 _trusted: Final[set[str]] = set()
@@ -45,13 +46,6 @@ def _describe(value: Any) -> str:
         aligned = "" if value.data_ptr() % 16 == 0 else "!"
         return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]{_layout(value)}{aligned}"
     return size_class(value) if type(value) is int and abs(value) > 64 else repr(value)
-
-
-def size_class(n: int) -> str:
-    """A size as `classify` describes it: 0, 1, or the power of two below it, with a star for a multiple of 16."""
-    if n in (0, 1):
-        return str(n)
-    return f"{'-' if n < 0 else ''}2^{abs(n).bit_length() - 1}{'' if n % 16 else '*'}"
 
 
 def _layout(value: torch.Tensor) -> str:

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import op_name, submodules
-from omnicomp.builder.find_failing import first_line
+from omnicomp.errors import first_line
 from omnicomp.passes.dtypes import trial_runs
 from omnicomp.passes.dtypes.trial_runs import Runs, Site, TrialError
 from omnicomp.store import folder, write_whole
@@ -351,7 +351,7 @@ def _alone(sites: tuple[Site, ...], measure: trial_runs.Measure) -> list[tuple[f
 
 def _key(root: GraphModule, context: "PassContext") -> str:
     """What a finding is known by: everything that it depends on but values of inputs, and sizes that are symbolic."""
-    from omnicomp.backend.capture import package_digest  # it needs the passes
+    from omnicomp.options.digest import package_digest
 
     policy, device = context.policy, context.device.type
     hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
