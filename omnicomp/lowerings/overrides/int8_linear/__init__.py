@@ -20,7 +20,7 @@ from omnicomp.timeline import Reason
 __all__ = ["SOURCE_FILES", "check", "int8_linear", "reference"]
 
 SOURCE_FILES: Final[tuple[Path, ...]] = tuple(
-    Path(__file__).with_name(name) for name in ("__init__.py", "cuda.py", "places.py")
+    Path(__file__).with_name(name) for name in ("__init__.py", "cuda.py", "search.py")
 )
 """The files whose content decides what the operator computes; it belongs into the key of every compile cache."""
 

@@ -26,7 +26,7 @@ from omnicomp.timeline import Reason
 __all__ = ["SOURCE_FILES", "check", "linear_cross_entropy", "memory", "reference", "rows_of_chunk"]
 
 SOURCE_FILES: Final[tuple[Path, ...]] = tuple(
-    Path(__file__).with_name(name) for name in ("__init__.py", "chunks.py", "cpu.py", "cuda.py", "places.py")
+    Path(__file__).with_name(name) for name in ("__init__.py", "chunks.py", "cpu.py", "cuda.py", "search.py")
 )
 """The files whose content decides what the operator computes; it belongs into the key of every compile cache."""
 
