@@ -403,7 +403,7 @@ def test_backends_overrides_and_versions_that_alternate_never_meet_a_stale_artef
     one, two = program / "one", program / "two"
     for copy in (one, two):
         shutil.copytree(ROOT / "omnicomp", copy / "omnicomp", ignore=shutil.ignore_patterns("__pycache__"))
-    placement = two / "omnicomp" / "placement.py"
+    placement = two / "omnicomp" / "builder" / "placement.py"
     placement.write_text(placement.read_text() + "\n# another version\n")
 
     first = run(program, package=one, **tag)
