@@ -30,7 +30,7 @@ from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.builder.subgraph_checks import described, taken_together
 from omnicomp.builder.time_limit import PartBudget
-from omnicomp.errors import BudgetSpentError, EngineHungError, LoweringError, Once, first_line
+from omnicomp.errors import BudgetSpentError, LoweringError, Once, first_line
 from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
@@ -265,7 +265,7 @@ class _Builder:
         """Take from a compiler beside Inductor what it fails on: all of the run where it compiles nothing at all."""
         name = run.lowering
         prober = Prober(lambda nodes: self._try(nodes, name), self._context.policy.max_builds)
-        nothing = isinstance(error, (NotImplementedError, EngineHungError))
+        nothing = isinstance(error, NotImplementedError)
         verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
         refused = refused_by(run.nodes, verdict, error, name, *described(name, self._context.device.type))
         self._refused.setdefault(name, {}).update(refused)
