@@ -58,11 +58,15 @@ _PATIENCE: Final = 20
 _SETS: Final = 64
 
 
+@dataclasses.dataclass
 class EngineLowering:
     """The lowering of an engine: what the builder calls."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.name = engine, engine.name
+    engine: Engine
+    name: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.engine.name
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Whether the engine takes a node, before anything is built: None, or why not."""
