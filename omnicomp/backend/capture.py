@@ -29,8 +29,7 @@ from omnicomp.errors import harmless
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.options.digest import package_digest, version
-from omnicomp.options.effective import effective_options
-from omnicomp.options.policy import Policy
+from omnicomp.options.policy import Policy, effective_options
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
 from omnicomp.timeline import Capture, NodePlacement, Option, Reason, Stage, current, rank

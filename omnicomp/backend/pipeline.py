@@ -25,6 +25,7 @@ from omnicomp.analysis.random_state import generator_states
 from omnicomp.backend import weight_inputs
 from omnicomp.backend.autograd import uses_inductor
 from omnicomp.backend.capture import CapturedGraph, capture_graph
+from omnicomp.backend.options import policy_of
 from omnicomp.backend.select import compile_chosen
 from omnicomp.backend.variants import ASSUMED, GENERAL, Checks, Variant, Variants
 from omnicomp.errors import CompilerFaultError, LegaliseError, OmnicompError, Once, first_line
@@ -32,7 +33,7 @@ from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
-from omnicomp.options.policy import Policy, parse
+from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.legal.scan import without_missing_autocast
@@ -78,7 +79,7 @@ def omni(
         OptionError: an option is unknown or has a wrong value.
     """
     try:
-        policy = parse(mode, options)
+        policy = policy_of(mode, options)
     except OmnicompError as error:
         raise control_flow.user_error(error) from None
     under_way = activity("compile", "a graph", shown=policy.progress)

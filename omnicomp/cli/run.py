@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, Final
 
 from omnicomp.audit import Audit, audit
+from omnicomp.backend.options import policy_of
 from omnicomp.cli import redirect
 from omnicomp.cli.redirect import Redirected, redirected
 from omnicomp.cli.views import check_writable, format_of, render, write
 from omnicomp.errors import OmnicompError, OptionError
-from omnicomp.options.policy import parse
 from omnicomp.timeline import JsonLinesSink, current
 from omnicomp.timeline.printable import one_line
 
@@ -59,7 +59,7 @@ def run(
         OmnicompError: the program can't be found, or a path or an option is wrong; nothing has run yet.
     """
     options = dict(options or {})
-    parse(mode, options)
+    policy_of(mode, options)
     _check_program(program)
     if audit_path is not None:
         format_of(audit_path)

@@ -1,221 +1,53 @@
 """What the user may ask for: `Policy`, made once from `torch.compile(..., mode=..., options=...)` and validated.
 
-A key of `options` is either one of omnicomp's own (the fields of `Policy`) or one of Inductor's config keys, which is
-passed through with the meaning that `backend="inductor"` gives it.
+A key of `options` is either one of omnicomp's own, which `Policy` declares, or one of Inductor's config keys, which is
+passed on with the meaning that `backend="inductor"` gives it.
 """
 
 import dataclasses
-import difflib
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnicomp._torch.inductor import compile_fx as inductor
 from omnicomp.devices import resolve_device
-from omnicomp.errors import DeviceError, EngineError, OptionError, OverrideError
+from omnicomp.errors import DeviceError, OptionError, nearest
+from omnicomp.options.checks import (
+    Check,
+    OptionSpec,
+    boolean,
+    bound,
+    choice,
+    count,
+    did_you_mean,
+    function,
+    listed,
+    mapping_of_mappings,
+    names,
+    option,
+    path,
+)
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, parse_dtype_policy
 from omnicomp.options.engine_names import engine_names
 from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
 from omnicomp.options.placement_rules import Rule, parse_environment, parse_rules
 from omnicomp.timeline.privacy import PATHS, PATHS_VARIABLE
 from omnicomp.timeline.sinks.jsonl import LIMIT_VARIABLE, parse_size
+from omnicomp.timeline.values import text_of
 
-__all__ = ["LOWERINGS", "MODES", "OWN_OPTIONS", "Policy", "parse"]
+__all__ = ["LOWERINGS", "SPECS", "Policy", "effective_options", "parse"]
 
 LOWERINGS: Final = ("override", "inductor", "eager")
 """The default order. Names of engines may be put into it."""
-CHOOSE: Final = ("tuned", "measure")
-MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-ON_ERROR: Final = ("retreat", "raise", "retry")
-VERIFY: Final = ("off", "overrides", "first", "always")
-REFERENCES: Final = ("fp32", "fp64")
-VERDICTS: Final = ("use", "forget", "off")
-LEGALISE: Final = ("warn", "error", "off")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """The validated options of one `torch.compile` call.
-
-    Attributes:
-        dtype_policy: in which dtype what is computed (`omnicomp.DtypePolicy`).
-        dtype_error: how far off the outputs may be because of it, relative to their norm; None for no bound.
-        dtype_sample: gives the inputs to measure that on in place of the first call's, given names and inputs.
-        lowerings: the lowerings to ask, in order; `eager` is asked last in any case.
-        choose: whether the lowerings of a graph are chosen by rule (`tuned`) or by measuring (`measure`), for which the
-            option `lowerings` takes these words; `off` where it gives an order.
-        rules: other orders for some operators, modules, nodes or subgraphs; of the option `lowerings` where that is a
-            mapping, and of the environment variable `OMNICOMP_PLACE`.
-        engines: options of clustering (`omnicomp.lowerings.engines.Clustering`) by the name of an engine.
-        disable_passes: names of passes to skip.
-        disable_overrides: names of overrides to skip.
-        overrides: names of the only overrides to use; None for all that are registered.
-        candidates: the only ones to measure, with `lowerings="measure"`: names of engines, `inductor`, `eager`, and the
-            other names that the audit shows; the first is what the others are compared with. None for all that are
-            there.
-        measure_seconds: how long two candidates are timed against each other at most, with `lowerings="measure"`.
-        on_error: `retreat` to the next lowering when one fails to build or raises in a call; `retry` a failed call once
-            before that; or `raise`.
-        max_builds: how many builds may be spent on finding the nodes that make a lowering fail.
-        build_seconds: how long Inductor may take to build a part of a graph; None for no bound.
-        speculate: whether a variant may be compiled for inputs that can't be proved, only checked at each call, such as
-            a padding mask that is full.
-        device: `auto`, or the device type to choose passes and lowerings for.
-        timeline: path of a JSON Lines file to write, with `%p` and `%r`; None for the environment's.
-        timeline_max_bytes: of that file, and of the one that it is rotated to; None for the environment's.
-        progress: whether long compilations may show a line on the terminal.
-        ranges: whether calls of subgraphs are named ranges for profilers.
-        summary: whether to log one line for each compiled graph of which a part fell back.
-        check_passes: whether each pass' result is checked by running the graph on fake tensors.
-        verify: what is compared with eager in a higher precision on real inputs: `overrides`, when they are first used
-            with a combination of dtypes and shape class; beside these all subgraphs in their `first` call, or
-            `always`; or nothing, with `off`.
-        reference: the precision of that, `fp32` or `fp64`.
-        verdicts: whether what earlier processes found Inductor to fail on is put to `use`, is to be found out again
-            (`forget`), or is neither read nor kept (`off`).
-        memory: whether the device's memory is sampled around each call of a subgraph.
-        timing: whether the calls of each subgraph are timed; the device is waited for before and after each.
-        fallback: how much may fall back to eager; None for no bound.
-        legalise: what is done about dtypes that the device lacks: the nearest is computed in, and `warn` says so;
-            `error` if a range could be lost; or nothing, with `off`.
-        mode: torch.compile's mode.
-        inductor: Inductor's config patches, those of the mode included.
-    """
-
-    dtype_policy: DtypePolicy = PRESETS["keep"]
-    dtype_error: float | None = None
-    dtype_sample: Callable[..., Any] | None = None
-    lowerings: tuple[str, ...] = LOWERINGS
-    choose: str = "off"
-    rules: tuple[Rule, ...] = ()
-    engines: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
-    disable_passes: tuple[str, ...] = ()
-    disable_overrides: tuple[str, ...] = ()
-    overrides: tuple[str, ...] | None = None
-    candidates: tuple[str, ...] | None = None
-    measure_seconds: float = 5.0
-    on_error: str = "retreat"
-    max_builds: int = 24
-    build_seconds: float | None = None
-    speculate: bool = True
-    device: str = "auto"
-    timeline: str | None = None
-    timeline_max_bytes: int | None = None
-    progress: bool = True
-    ranges: bool = False
-    summary: bool = True
-    check_passes: bool = False
-    verify: str = "overrides"
-    reference: str = "fp64"
-    verdicts: str = "use"
-    memory: bool = False
-    timing: bool = False
-    fallback: FallbackBudget | None = None
-    legalise: str = "warn"
-    mode: str = "default"
-    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-    def digest_parts(self) -> dict[str, Any]:
-        """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
-        ignored = {"timeline", "summary", "check_passes", "verify", "reference", "inductor", "mode", "max_builds"}
-        ignored |= {"on_error", "speculate", "verdicts", "dtype_sample", "build_seconds", "memory", "measure_seconds"}
-        ignored |= {"timing", "fallback"}
-        ignored |= {"timeline_max_bytes", "progress", "ranges"}
-        fields = (f.name for f in dataclasses.fields(self))
-        parts = {name: getattr(self, name) for name in fields if name not in ignored}
-        return {**parts, "dtype_policy": str(self.dtype_policy)}
-
-
-_NO_OPTIONS: Final = ("mode", "inductor", "rules", "choose")
-OWN_OPTIONS: Final = tuple(f.name for f in dataclasses.fields(Policy) if f.name not in _NO_OPTIONS)
-
-
-def parse(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
-    """Validate what the user passed.
-
-    Args:
-        mode: torch.compile's mode; None means `default`.
-        options: omnicomp's own keys and Inductor's config keys.
-
-    Raises:
-        OptionError: a key or a value is wrong; the message names the nearest known one.
-    """
-    mode = mode or "default"
-    if mode not in inductor.modes():
-        raise OptionError(f"unknown mode {mode!r}{_did_you_mean(mode, inductor.modes())}")
-    own: dict[str, Any] = {}
-    passed_on: dict[str, Any] = {}
-    for key, value in (options or {}).items():
-        name = str(key).replace("-", "_")
-        if name in OWN_OPTIONS:
-            own[name] = _CHECKS[name](name, value)
-        elif name in inductor.config_keys():
-            passed_on[name] = value
-        else:
-            known = (*OWN_OPTIONS, *inductor.config_keys())
-            raise OptionError(f"unknown option {key!r}{_did_you_mean(name, known)}")
-    asked = own.get("lowerings", LOWERINGS)
-    own["choose"] = asked if isinstance(asked, str) else "off"
-    own["lowerings"], own["rules"] = _placement(LOWERINGS if isinstance(asked, str) else asked)
-    own.setdefault("check_passes", os.environ.get("OMNICOMP_CHECK_PASSES", "") not in ("", "0"))
-    own.setdefault("timeline_max_bytes", parse_size(os.environ.get(LIMIT_VARIABLE, "")))
-    _environment(PATHS_VARIABLE, PATHS, "absolute")
-    own.setdefault("verify", _environment("OMNICOMP_VERIFY", VERIFY, "overrides"))
-    own.setdefault("verdicts", _environment("OMNICOMP_VERDICTS", VERDICTS, "use"))
-    try:
-        patches = inductor.config_patches(mode, passed_on)
-    except RuntimeError as error:
-        raise OptionError(f"Inductor refuses the options: {error}") from None
-    return Policy(mode=mode, inductor=patches, **own)
-
-
-def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
-    """The nearest known name, or a list of omnicomp's own keys where nothing is near."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if matches:
-        return f'; did you mean "{matches[0]}"?'
-    shown = known if len(known) <= 12 else OWN_OPTIONS
-    more = "" if shown is known else ", and Inductor's config keys"
-    return f"; known ones are {', '.join(shown)}{more}"
-
-
-def _environment(variable: str, known: tuple[str, ...], default: str) -> str:
-    value = os.environ.get(variable) or default
-    if value not in known:
-        raise OptionError(f"{variable} can't be {value!r}; known ones are {', '.join(known)}")
-    return value
-
-
-def _choice(known: tuple[str, ...]) -> Any:
-    def check(name: str, value: Any) -> str:
-        if value not in known:
-            text = value if isinstance(value, str) else str(value).removeprefix("torch.")
-            raise OptionError(f"{name} can't be {value!r}{_did_you_mean(text, known)}")
-        return value
-
-    return check
-
-
-def _names(known: tuple[str, ...] | None) -> Any:
-    def check(name: str, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-            raise OptionError(f"{name} takes a list of names, not {value!r}")
-        for item in value:
-            if known is not None and item not in known:
-                raise OptionError(f"{name} can't contain {item!r}{_did_you_mean(str(item), known)}")
-        if len(set(value)) != len(value):
-            raise OptionError(f"{name} names something twice: {value!r}")
-        return tuple(str(item) for item in value)
-
-    return check
+_CHOOSE: Final = ("tuned", "measure")
 
 
 def _lowerings(name: str, value: Any) -> Any:
-    if isinstance(value, str) and value in CHOOSE:
+    """A word, a list of lowerings, or rules; `parse` makes the fields `lowerings`, `choose` and `rules` of it."""
+    if isinstance(value, str) and value in _CHOOSE:
         return value
     if not isinstance(value, Mapping):
-        return _names(_placeable())(name, value)
+        return names(_placeable())(name, value)
     try:
         parse_rules(value, _placeable())  # type: ignore[arg-type]
     except ValueError as error:
@@ -228,21 +60,258 @@ def _placeable() -> tuple[str, ...]:
     return (*LOWERINGS, *engine_names())
 
 
-def _engines(name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Options of clustering by the name of an engine, checked against the engine's own."""
-    from omnicomp.lowerings.engines import resolve_engine  # it needs the policy's types
+def _device(name: str, value: Any) -> str:
+    if value == "auto":
+        return "auto"
+    try:
+        return resolve_device(str(value)).type
+    except DeviceError as error:
+        raise OptionError(str(error)) from None
 
-    if not isinstance(value, Mapping):
-        raise OptionError(f"{name} takes a mapping of engines to their options, not {value!r}")
-    for engine, values in value.items():
-        if not isinstance(values, Mapping):
-            raise OptionError(f"{name}: the options of {engine!r} are a mapping, not {values!r}")
-        try:
-            found = resolve_engine(str(engine))
-            found.clustering.changed(found.name, values)
-        except EngineError as error:
-            raise OptionError(f"{name}: {error}") from None
-    return {str(engine): dict(values) for engine, values in value.items()}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The validated options of one `torch.compile` call; docs/options.md is generated from these declarations."""
+
+    dtype_policy: DtypePolicy = option(
+        PRESETS["keep"],
+        lambda _, value: parse_dtype_policy(value),
+        '`"bf16"` or `"fp16"`: linear layers, matmuls, convolutions and attention in that dtype, all else in float32; '
+        '`"auto"`: where the device is fast in it; `"tf32"`; `"fp8"`; or an `omnicomp.DtypePolicy` with rules for '
+        "operators, modules and nodes. See [dtypes.md](dtypes.md)",
+    )
+    dtype_error: float | None = option(
+        None,
+        bound("1e-2"),
+        "a bound such as `1e-2` on the relative error of a graph's outputs that `dtype_policy` costs. It is measured "
+        "on the first inputs, and the operators that harm most stay wide until it holds. See "
+        "[dtypes.md](dtypes.md#bounded-error)",
+    )
+    dtype_sample: Callable[..., Any] | None = option(
+        None,
+        function,
+        "a function of the names and the values of a graph's inputs, which returns the values to measure that on",
+        in_digest=False,
+    )
+    lowerings: tuple[str, ...] = option(
+        LOWERINGS,
+        _lowerings,
+        "the lowerings to ask for each operator, in order; eager is asked last even if it is not named. A device "
+        "with a compiler of its own has it (`device`) in front of `inductor`. Names of engines may stand among them. "
+        'A mapping gives other orders to operators, modules, nodes or subgraphs: `{"aten.topk": "eager", '
+        '"layers.3.mlp": ["override", "eager"]}`; the last match decides, and `"*"` is the default for what comes '
+        'after it. `"measure"` tries each way of compiling an inference graph on its first inputs, and keeps the '
+        'fastest right one on this machine; `"tuned"` sets Inductor well, by rule. See [engines.md](engines.md)',
+        variable="OMNICOMP_PLACE",
+        read=None,
+    )
+    engines: Mapping[str, Mapping[str, Any]] = option(
+        dict[str, Mapping[str, Any]](),
+        mapping_of_mappings,
+        'which subgraphs an engine gets, by its name: `{"toy": {"smallest": 4, "dynamic": "refused"}}`. See '
+        "[new-engine.md](new-engine.md#which-subgraphs-it-gets)",
+    )
+    disable_passes: tuple[str, ...] = option(
+        (), names(), "names of passes to skip: `attention_fusion`, `dtype_policy`, `legalise`"
+    )
+    disable_overrides: tuple[str, ...] = option((), names(), "names of overrides to skip")
+    overrides: tuple[str, ...] | None = option(
+        None,
+        lambda name, value: listed(name, value, "overrides"),
+        "the only overrides to use: names, decorated functions, or import paths of modules that declare some",
+    )
+    candidates: tuple[str, ...] | None = option(
+        None,
+        lambda name, value: None if value is None else names(least=2)(name, value),
+        'what `lowerings="measure"` tries: `["inductor", "frozen", "openvino"]`; the first is what the others are '
+        "compared with",
+    )
+    measure_seconds: float = option(
+        5.0,
+        bound("5", optional=False),
+        "how long two candidates are timed against each other at most",
+        in_digest=False,
+    )
+    on_error: str = option(
+        "retreat",
+        choice("retreat", "raise", "retry"),
+        'step down to the next lowering when a build or a call fails; `"retry"`: repeat a failed call once before '
+        'that; or `"raise"`',
+        in_digest=False,
+    )
+    max_builds: int = option(
+        24,
+        count,
+        "builds to spend on finding the operators that make Inductor fail, or that it gets wrong",
+        in_digest=False,
+    )
+    build_seconds: float | None = option(
+        None,
+        bound("60"),
+        "seconds that Inductor may take to build a part of a graph (forward, backward). What takes longer is given "
+        "up: autotuning first, then the operator or kernel that took most of it, then whatever is not built. See "
+        "[design.md](design.md#when-building-takes-too-long)",
+        in_digest=False,
+    )
+    speculate: bool = option(
+        True,
+        boolean,
+        "compile as if a padding mask were full where that pays, check it at each call, and compile a second variant "
+        "when a call needs it; `False`: one variant that is right for every mask",
+        in_digest=False,
+    )
+    device: str = option("auto", _device, "the device type to choose passes and lowerings for")
+    timeline: str | None = option(
+        None,
+        path,
+        "a JSON Lines file for the events; `%p` becomes the process id, `%r` the rank, `%h` the host",
+        in_digest=False,
+    )
+    timeline_max_bytes: int | None = option(
+        None,
+        count,
+        "a limit for that file and the one that it is rotated to; the variable takes `64M`",
+        in_digest=False,
+        variable=LIMIT_VARIABLE,
+        read=lambda _, text: parse_size(text),
+    )
+    progress: bool = option(
+        True,
+        boolean,
+        "a line on the terminal while a compilation takes longer than two seconds; `OMNICOMP_PROGRESS=0` switches it "
+        "off. See [ecosystem.md](ecosystem.md#progress)",
+        in_digest=False,
+    )
+    ranges: bool = option(
+        False,
+        boolean,
+        "each call of a subgraph as a range `omni g0.forward.0 (inductor)` in torch's profiler and in Nsight",
+        in_digest=False,
+    )
+    summary: bool = option(
+        True,
+        boolean,
+        "log one line for each compiled graph of which a part fell back, but for what is "
+        "[acknowledged](audit.md#acknowledgements)",
+        in_digest=False,
+    )
+    check_passes: bool = option(
+        False,
+        boolean,
+        "run the graph on fake tensors after each pass, and compare its outputs' shape, dtype and device",
+        in_digest=False,
+        variable="OMNICOMP_CHECK_PASSES",
+        read=lambda _, text: text != "0",
+    )
+    verify: str = option(
+        "overrides",
+        choice("off", "overrides", "first", "always"),
+        "compare each override with its reference, gradients included, when it is first used with a combination of "
+        "dtypes and class of shapes; a wrong one gives way to its reference and is not used again. "
+        '`"first"` or `"always"`: also compare what each subgraph computes in its first call, or in each, with eager '
+        "in a higher precision; one that is farther off than eager in its own dtype is replaced by eager. "
+        '`"off"`: compare nothing',
+        in_digest=False,
+        variable="OMNICOMP_VERIFY",
+    )
+    reference: str = option(
+        "fp64", choice("fp32", "fp64"), 'the precision of that comparison, or `"fp32"`', in_digest=False
+    )
+    verdicts: str = option(
+        "use",
+        choice("use", "forget", "off"),
+        'what earlier processes found to fail is cut before the first build; `"forget"`: it is found out again; '
+        '`"off"`: nothing is read or stored. `OMNICOMP_CACHE_DIR` names the folder, `omnicomp bisect` lists it',
+        in_digest=False,
+        variable="OMNICOMP_VERDICTS",
+    )
+    memory: bool = option(
+        False,
+        boolean,
+        "sample the device's memory around each call of a subgraph into the timeline (`memory` events); the device is "
+        "waited for each time",
+        in_digest=False,
+    )
+    timing: bool = option(
+        False,
+        boolean,
+        "time the calls of each subgraph; the device is waited for before and after each. After 1, 2, 4, 8, … calls a "
+        "`timing` event tells of all so far, and the audit has shares of time",
+        in_digest=False,
+    )
+    fallback: FallbackBudget | None = option(
+        None,
+        parse_budget,
+        'a bound on what falls back to eager: `{"max_nodes": 0, "max_flops_share": 0.01, "allow": ["aten.topk", '
+        '"layers.0.*"], "on_excess": "error"}` raises an error that names the operators, lines and levers if a graph '
+        'falls back more than that, when it is compiled, restored from a cache, or called; `"warn"`, the default, is '
+        "one warning. See [audit.md](audit.md#a-budget)",
+        in_digest=False,
+    )
+    legalise: str = option(
+        "warn",
+        choice("warn", "error", "off"),
+        "what is done where the device lacks a dtype: the nearest takes its place, and a warning says so; "
+        '`"error"`: not where range could be lost; `"off"`: nothing. The CPU and CUDA are not concerned. See '
+        "[dtypes.md](dtypes.md#what-a-device-lacks)",
+    )
+    # These are no options: `parse` makes them of `lowerings`, of the mode, and of Inductor's keys.
+    choose: str = "off"
+    rules: tuple[Rule, ...] = ()
+    mode: str = "default"
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def digest_parts(self) -> dict[str, Any]:
+        """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
+        parts = {name: getattr(self, name) for name, spec in SPECS.items() if spec.in_digest}
+        return {**parts, "choose": self.choose, "rules": self.rules, "dtype_policy": str(self.dtype_policy)}
+
+
+SPECS: Final[dict[str, OptionSpec]] = {
+    field.name: field.metadata["option"] for field in dataclasses.fields(Policy) if "option" in field.metadata
+}
+"""Omnicomp's own options, by name."""
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[str, Check] | None = None) -> Policy:
+    """Validate what the user passed.
+
+    Args:
+        mode: torch.compile's mode; None means `default`.
+        options: omnicomp's own keys and Inductor's config keys.
+        checks: by the name of an option, the check of the room that knows what its value names, in place of that of
+            its declaration.
+
+    Raises:
+        OptionError: a key or a value is wrong; the message names the nearest known one.
+    """
+    mode = mode or "default"
+    if mode not in inductor.modes():
+        raise OptionError(f"unknown mode {mode!r}{did_you_mean(mode, inductor.modes())}")
+    own: dict[str, Any] = {}
+    passed_on: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        name = str(key).replace("-", "_")
+        if name in SPECS:
+            own[name] = (checks or {}).get(name, SPECS[name].check)(name, value)
+        elif name in inductor.config_keys():
+            passed_on[name] = value
+        else:
+            known = f"; known ones are {', '.join(SPECS)}, and Inductor's config keys"
+            raise OptionError(f"unknown option {key!r}{nearest(name, (*SPECS, *inductor.config_keys())) or known}")
+    for name, spec in SPECS.items():
+        text = os.environ.get(spec.variable, "")
+        if name not in own and text and spec.read is not None:
+            own[name] = spec.read(spec.variable, text)
+    choice(*PATHS)(PATHS_VARIABLE, os.environ.get(PATHS_VARIABLE) or "absolute")
+    asked = own.get("lowerings", LOWERINGS)
+    own["choose"] = asked if isinstance(asked, str) else "off"
+    own["lowerings"], own["rules"] = _placement(LOWERINGS if isinstance(asked, str) else asked)
+    try:
+        patches = inductor.config_patches(mode, passed_on)
+    except RuntimeError as error:
+        raise OptionError(f"Inductor refuses the options: {error}") from None
+    return Policy(mode=mode, inductor=patches, **own)
 
 
 def _placement(value: Any) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
@@ -259,108 +328,27 @@ def _placement(value: Any) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
     return default, rules
 
 
-def _overrides(name: str, value: Any) -> tuple[str, ...]:
-    """Names of overrides, from names, decorated functions and import paths of modules that declare some."""
-    from omnicomp.lowerings.overrides.registry import select  # it needs the policy's types
+def effective_options(policy: Policy, options: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Every option of a policy as text, and who gave it its value: `options`, `mode …`, `environment …` or `default`.
 
-    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise OptionError(f"{name} takes a list of overrides, not {value!r}")
-    try:
-        return select(tuple(value))
-    except OverrideError as error:
-        raise OptionError(f"{name}: {error}") from error
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} takes True or False, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OptionError(f"{name} takes a number that is not negative, not {value!r}")
-    return value
-
-
-def _bound(example: str) -> Any:
-    def check(name: str, value: Any) -> float | None:
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise OptionError(f"{name} takes a positive number such as {example}, not {value!r}")
-        return float(value)
-
-    return check
-
-
-def _candidates(name: str, value: Any) -> tuple[str, ...] | None:
-    """Names of ways to compile a graph; at least two, as one needs no measuring."""
-    from omnicomp.backend.select.candidates import names  # it needs the policy's types
-
-    if value is None:
-        return None
-    found = _names(names())(name, value)
-    if len(found) < 2:
-        raise OptionError(f"{name} takes two names or more to choose from, not {value!r}")
-    return found
-
-
-def _seconds(name: str, value: Any) -> float:
-    found = _bound("5")(name, value)
-    if found is None:
-        raise OptionError(f"{name} takes a positive number of seconds such as 5, not None")
-    return found
-
-
-def _function(name: str, value: Any) -> Any:
-    if value is not None and not (callable(value) and hasattr(value, "__qualname__")):
-        raise OptionError(f"{name} takes a function of the names and values of a graph's inputs, not {value!r}")
-    return value
-
-
-def _path(name: str, value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise OptionError(f"{name} takes the path of a file to write, not {value!r}")
-    return str(os.fspath(value))
-
-
-def _device(name: str, value: Any) -> str:
-    if value == "auto":
-        return "auto"
-    try:
-        return resolve_device(str(value)).type
-    except DeviceError as error:
-        raise OptionError(str(error)) from None
-
-
-_CHECKS: Final[dict[str, Any]] = {
-    "dtype_policy": lambda _, value: parse_dtype_policy(value),
-    "dtype_error": _bound("1e-2"),
-    "dtype_sample": _function,
-    "lowerings": _lowerings,
-    "engines": _engines,
-    "disable_passes": _names(None),
-    "disable_overrides": _names(None),
-    "overrides": _overrides,
-    "candidates": _candidates,
-    "measure_seconds": _seconds,
-    "on_error": _choice(ON_ERROR),
-    "max_builds": _positive,
-    "build_seconds": _bound("60"),
-    "speculate": _boolean,
-    "device": _device,
-    "timeline": _path,
-    "timeline_max_bytes": _positive,
-    "progress": _boolean,
-    "ranges": _boolean,
-    "summary": _boolean,
-    "check_passes": _boolean,
-    "verify": _choice(VERIFY),
-    "reference": _choice(REFERENCES),
-    "verdicts": _choice(VERDICTS),
-    "legalise": _choice(LEGALISE),
-    "memory": _boolean,
-    "timing": _boolean,
-    "fallback": parse_budget,
-}
+    Args:
+        policy: the validated options.
+        options: what the user passed.
+    """
+    passed = {str(key).replace("-", "_") for key in options or {}}
+    values: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    for name, spec in SPECS.items():
+        values[name] = text_of(getattr(policy, name))
+        # Rules of placement of the environment come after those of the option; any other variable gives way to it.
+        if os.environ.get(spec.variable) and (spec.read is None or name not in passed):
+            origins[name] = f"environment {spec.variable}"
+        else:
+            origins[name] = "options" if name in passed else "default"
+    if policy.rules:
+        rules = [f"{rule.selector}: {' or '.join(rule.lowerings)}" for rule in policy.rules]
+        values["lowerings"] = "; ".join((values["lowerings"], *rules))
+    for name, value in policy.inductor.items():
+        values[name] = text_of(value)
+        origins[name] = "options" if name.replace("-", "_") in passed else f"mode {policy.mode}"
+    return values, origins

@@ -10,8 +10,7 @@ import omnicomp
 from omnicomp.audit import Audit
 from omnicomp.backend import stage_times
 from omnicomp.lowerings.overrides.registry import unregister
-from omnicomp.options.effective import effective_options
-from omnicomp.options.policy import parse
+from omnicomp.options.policy import effective_options, parse
 from omnicomp.timeline import Boundary, Capture, Stage, Timing, current
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import omnicomp
+from omnicomp.backend.options import policy_of
 from omnicomp.errors import OptionError, OverrideError
 from omnicomp.lowerings.override import reference_of
 from omnicomp.lowerings.overrides.registry import GROUP, broken, digest, registered, select, unregister
-from omnicomp.options.policy import parse
 from omnicomp.timeline import Option, Placement, Ran, Reason, Subgraph, current
 
 NAME = "test_override"
@@ -222,7 +222,7 @@ def test_a_module_is_imported_for_its_overrides(tmp_path: Path, monkeypatch: pyt
     assert select(["omnicomp_test_kernels.good"]) == (NAME,)
     assert select(["omnicomp_test_kernels"]) == (NAME,)
     with pytest.raises(OptionError, match=r"'omnicomp_test_kernels\.bad' can't be imported: ModuleNotFoundError"):
-        parse(None, {"overrides": ["omnicomp_test_kernels.bad"]})
+        policy_of(None, {"overrides": ["omnicomp_test_kernels.bad"]})
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,12 @@ def test_a_module_is_imported_for_its_overrides(tmp_path: Path, monkeypatch: pyt
 )
 def test_an_unknown_override_is_answered_by_one_sentence(entry: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        parse(None, {"overrides": [entry]})
+        policy_of(None, {"overrides": [entry]})
 
 
 def test_the_option_takes_a_list() -> None:
     with pytest.raises(OptionError, match="takes a list of overrides"):
-        parse(None, {"overrides": "softmax_topk"})
+        policy_of(None, {"overrides": "softmax_topk"})
 
 
 def test_the_caches_keys_follow_the_choice() -> None:
@@ -256,9 +256,9 @@ def test_the_caches_keys_follow_the_choice() -> None:
     unregister(NAME)
     declare([], priority=3)
     assert digest((), None) not in (every, with_one), "the order in which overrides are asked is part of the key"
-    key = parse(None, {"overrides": ["softmax_topk"]}).digest_parts()
+    key = policy_of(None, {"overrides": ["softmax_topk"]}).digest_parts()
     assert key["overrides"] == ("softmax_topk",)
-    assert parse(None, None).digest_parts()["overrides"] is None
+    assert policy_of(None, None).digest_parts()["overrides"] is None
 
 
 def plugin(folder: Path, name: str, text: str) -> None:
@@ -294,7 +294,7 @@ def test_plugins_are_found_and_a_broken_one_is_a_reason(
         assert option.reason.sentence.endswith("OSError: no driver")
         assert "omnicomp-test-broken can't be loaded" in caplog.text
         with pytest.raises(OptionError, match="plugin of that name can't be loaded: OSError: no driver"):
-            parse(None, {"overrides": ["omnicomp-test-broken"]})
+            policy_of(None, {"overrides": ["omnicomp-test-broken"]})
     finally:
         monkeypatch.undo()
         broken.cache_clear()

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from omnicomp.errors import OptionError
-from omnicomp.options.effective import effective_options
 from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
-from omnicomp.options.policy import Policy, parse
+from omnicomp.options.policy import Policy, effective_options, parse
 
 
 def test_without_a_bound_nothing_may_fall_back() -> None:

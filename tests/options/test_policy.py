@@ -1,5 +1,6 @@
 """What the user may ask for, and the sentences that answer a mistake."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 import omnicomp
 from omnicomp.errors import OptionError
+from omnicomp.options.__main__ import page
 from omnicomp.options.dtype_policy import PRESETS
-from omnicomp.options.policy import OWN_OPTIONS, Policy, parse
+from omnicomp.options.policy import SPECS, Policy, parse
 
 
 def test_defaults() -> None:
@@ -31,7 +33,7 @@ def test_inductor_keys_are_passed_through() -> None:
     [
         ({"dtyp_policy": "bf16"}, ["dtyp_policy", 'did you mean "dtype_policy"']),
         ({"epilog_fusion": True}, ["epilog_fusion", 'did you mean "epilogue_fusion"']),
-        ({"zzzzzz": True}, ["zzzzzz", "known ones are", *OWN_OPTIONS]),
+        ({"zzzzzz": True}, ["zzzzzz", "known ones are", *SPECS]),
         ({"dtype_policy": "bf61"}, ["'bf61'", 'did you mean "bf16"']),
         ({"dtype_policy": torch.bfloat16}, ["torch.bfloat16", 'did you mean "bf16"']),
         ({"lowerings": ["inductr"]}, ["'inductr'", 'did you mean "inductor"']),
@@ -70,3 +72,8 @@ def test_torch_compile_raises_the_error_itself() -> None:
 def test_what_does_not_change_code_does_not_change_the_digest() -> None:
     assert parse(None, {"summary": False}).digest_parts() == parse(None, None).digest_parts()
     assert parse(None, {"dtype_policy": "bf16"}).digest_parts() != parse(None, None).digest_parts()
+
+
+def test_the_page_of_options_is_generated_from_their_declarations() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    assert written == page(), "python -m omnicomp.options > docs/options.md"

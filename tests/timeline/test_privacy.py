@@ -133,7 +133,7 @@ def test_a_run_writes_no_secret_and_no_place_it_should_not(
     def broken(*args: Any) -> Any:
         raise RuntimeError(f"401 for {SECRET}")
 
-    monkeypatch.setattr("omnicomp.backend.autograd.aot.compile_graph", broken)
+    monkeypatch.setattr("omnicomp.backend.autograd.aot_autograd.compile_graph", broken)
     with caplog.at_level(logging.DEBUG, "omnicomp"):
         options = {"lowerings": ["eager"], "timeline": str(path)}
         torch.compile(leaking, backend="omni", options=options)(torch.ones(3))

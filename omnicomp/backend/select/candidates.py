@@ -11,11 +11,12 @@ from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines import resolve_engine
 from omnicomp.lowerings.engines.frozen import uses_tanh
+from omnicomp.options.checks import names
 from omnicomp.options.engine_names import engine_names
 from omnicomp.options.placement_rules import Rule
 from omnicomp.options.policy import LOWERINGS, Policy
 
-__all__ = ["Option", "by_rule", "names", "options"]
+__all__ = ["Option", "by_rule", "check_candidates", "options"]
 
 _TANH: Final[Mapping[str, Any]] = {"cpp.use_decompose_tanh": True}
 # Measured where the user names them alone: the one that teaches runs torch's own operators; `frozen` is a setting of
@@ -110,9 +111,14 @@ def options(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> tuple[li
     return [*found, *(option for option in made if option is not None)], refused
 
 
-def names() -> tuple[str, ...]:
-    """All that the option `candidates` may name."""
-    return tuple(dict.fromkeys([*_SETTINGS, *engine_names()]))
+def check_candidates(name: str, value: Any) -> tuple[str, ...] | None:
+    """Names of ways to compile a graph; at least two, as one needs no measuring.
+
+    Raises:
+        OptionError: one of them is unknown, or there are too few.
+    """
+    known = tuple(dict.fromkeys([*_SETTINGS, *engine_names()]))
+    return None if value is None else names(known, least=2)(name, value)
 
 
 def _made(name: str, graph: CapturedGraph, refused: dict[str, str], *, weights: bool) -> Option | None:

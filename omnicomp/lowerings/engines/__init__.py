@@ -7,13 +7,15 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+from typing import Any
 
 from omnicomp._torch.inductor.own_context import apart
-from omnicomp.errors import EngineError, nearest
+from omnicomp.errors import EngineError, OptionError, nearest
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.operators import Operator, Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
+from omnicomp.options.checks import mapping_of_mappings
 from omnicomp.options.engine_names import BUILT_IN, GROUP, engine_names
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Operator",
     "Operators",
     "Subgraph",
+    "check_engines",
     "engine_names",
     "resolve_engine",
 ]
@@ -51,6 +54,21 @@ def resolve_engine(name: str) -> Engine:
     if not isinstance(made, Engine) or made.name != name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise EngineError(f"what is declared as the engine {name} is no subclass of Engine with that name")
     return made
+
+
+def check_engines(name: str, value: Any) -> dict[str, dict[str, Any]]:
+    """Options of clustering by the name of an engine, checked against the engine's own.
+
+    Raises:
+        OptionError: an engine is unknown, or has no such option.
+    """
+    given = mapping_of_mappings(name, value)
+    for engine, values in given.items():
+        try:
+            resolve_engine(engine).clustering.changed(engine, values)
+        except EngineError as error:
+            raise OptionError(f"{name}: {error}") from None
+    return given
 
 
 def _declared(name: str) -> type[Engine]:

@@ -20,11 +20,23 @@ import torch
 
 from omnicomp._torch.autograd import overrides as torch_overrides
 from omnicomp._torch.autograd.overrides import OpOverload
-from omnicomp.errors import OverrideError, nearest
+from omnicomp.errors import OptionError, OverrideError, nearest
 from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
 from omnicomp.lowerings.overrides.trust import distrusted
+from omnicomp.options.checks import listed
 
-__all__ = ["GROUP", "Override", "broken", "digest", "enabled", "override", "registered", "select", "unregister"]
+__all__ = [
+    "GROUP",
+    "Override",
+    "broken",
+    "check_overrides",
+    "digest",
+    "enabled",
+    "override",
+    "registered",
+    "select",
+    "unregister",
+]
 
 log = logging.getLogger("omnicomp.overrides")
 
@@ -322,6 +334,18 @@ def select(entries: Sequence[Any]) -> tuple[str, ...]:
         OverrideError: an entry is none of these.
     """
     return tuple(sorted({name for entry in entries for name in _select(entry)}))
+
+
+def check_overrides(name: str, value: Any) -> tuple[str, ...]:
+    """The option `overrides`: a list for `select`.
+
+    Raises:
+        OptionError: it is no list, or an entry is unknown.
+    """
+    try:
+        return select(listed(name, value, "overrides"))
+    except OverrideError as error:
+        raise OptionError(f"{name}: {error}") from error
 
 
 def _select(entry: Any) -> list[str]:

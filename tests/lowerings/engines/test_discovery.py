@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import omnicomp
+from omnicomp.backend.options import policy_of
 from omnicomp.cli.doctor import examine
 from omnicomp.errors import EngineError, OptionError
 from omnicomp.lowerings import in_order, lowering
@@ -119,7 +119,7 @@ def test_engine_options_of_what_is_no_mapping() -> None:
         ({"toyy": {}}, "unknown engine 'toyy'"),
     ):
         with pytest.raises(OptionError, match=message):
-            omnicomp.options.policy.parse(None, {"engines": value})
+            policy_of(None, {"engines": value})
 
 
 def test_an_engine_is_made_outside_of_the_modes_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
