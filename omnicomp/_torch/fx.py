@@ -8,10 +8,12 @@ from unittest import mock
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["all_nodes", "boxed", "copy_module", "fake_value", "run_on_fakes", "submodules"]
+__all__ = ["all_nodes", "boxed", "copy_module", "describe", "fake_value", "run_on_fakes", "submodules"]
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -117,3 +119,26 @@ def _attribute(module: GraphModule, target: str) -> Any:
     for part in target.split("."):
         value = getattr(value, part, None)
     return value
+
+
+def describe(module: GraphModule, inputs: Sequence[Any]) -> None:
+    """Give the nodes of a graph fake values in `meta["example_value"]`, as Dynamo does; those that have one keep it.
+
+    Args:
+        module: a graph; nothing is computed.
+        inputs: one a placeholder, real or fake.
+    """
+    if all("example_value" in node.meta for node in module.graph.nodes if node.op != "output"):
+        return
+    mode = detect_fake_mode(list(inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
+
+    class Describing(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            value = super().run_node(n)
+            if n.op != "output":
+                n.meta.setdefault("example_value", value)
+            return value
+
+    with mode:
+        fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) and not is_fake(v) else v for v in inputs]
+        Describing(module).run(*fakes)

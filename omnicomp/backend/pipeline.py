@@ -199,11 +199,10 @@ def _run_passes(
     `kept` is a copy of the graph to go on with then, if there is one already.
     """
     # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
-    reported = Timeline()
+    reported, policy = Timeline(), graph.policy
     context = PassContext(
         graph_id=graph.id,
         device=graph.device,
-        policy=graph.policy,
         timeline=reported,
         training=graph.training,
         speculate=speculate,
@@ -211,7 +210,14 @@ def _run_passes(
     )
     own = copy_module(gm) if kept is None else None
     try:
-        run_pipeline(passes.PIPELINE, gm, context)
+        run_pipeline(
+            [item.of(policy) for item in passes.PIPELINE],
+            gm,
+            context,
+            disabled=policy.disable_passes,
+            check=policy.check_passes,
+            shown=policy.progress,
+        )
     except control_flow.CONTROL_FLOW:
         raise
     except LegaliseError as error:
@@ -342,7 +348,7 @@ def _build(
             autograd_faults.unobserved_first_call(passed.module),
             tangents_without_overlap(),
             bytes_resized_by_kernels(),
-            without_missing_autocast(graph.device, graph.policy),
+            without_missing_autocast(graph.device, graph.policy.legalise),
         ):
             compiled = weight_inputs.with_copies(passed.module, inputs, graph, compile_chosen)
     except steering:

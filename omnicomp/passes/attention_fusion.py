@@ -6,11 +6,15 @@ function takes its place (`attention.targets`). What is not understood, or would
 reported with the node at which reading ended.
 """
 
-from typing import Final
+import dataclasses
+from typing import ClassVar, Final
 
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.inductor.compile_fx import fallback_random
 from omnicomp.analysis.nodes import op_name, source_line
+from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
+from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.candidates import candidates
 from omnicomp.passes.attention.match import match
 from omnicomp.passes.attention.nodes import is_pure, kind
@@ -20,7 +24,7 @@ from omnicomp.passes.attention.session import Session
 from omnicomp.passes.attention.site import MatchEnded
 from omnicomp.passes.attention.targets import choose
 from omnicomp.passes.attention.trace import Op, Trace, trace
-from omnicomp.passes.base import PassContext, PassResult
+from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.timeline import Reason
 
 __all__ = ["AttentionFusion"]
@@ -29,10 +33,22 @@ _SOFTMAX: Final = frozenset(("softmax", "_softmax", "_safe_softmax", "log_softma
 _DERIVATIVES: Final = frozenset(("_grad_increment_nesting", "_jvp_increment_nesting"))
 
 
-class AttentionFusion:
-    """Fuses hand-written attention."""
+@dataclasses.dataclass(frozen=True)
+class AttentionFusion(Pass):
+    """Fuses hand-written attention.
 
-    name = "attention_fusion"
+    Attributes:
+        dtype_policy: the policy that lowers the fused operators afterwards; which kernel is the best depends on it.
+        eager_random: whether dropout has to draw the random numbers that eager draws; then it is not fused.
+    """
+
+    name: ClassVar[str] = "attention_fusion"
+    dtype_policy: DtypePolicy = PRESETS["keep"]
+    eager_random: bool = False
+
+    def of(self, policy: Policy) -> "AttentionFusion":
+        """This pass with the options that the user's policy gives it."""
+        return AttentionFusion(dtype_policy=policy.dtype_policy, eager_random=fallback_random(policy.inductor))
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the graph has a softmax, maybe one that is written out."""
@@ -40,7 +56,7 @@ class AttentionFusion:
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite every site that is understood and profitable; report the others."""
-        session = Session(module, self._trace(module, context), Reader(), context)
+        session = Session(module, self._trace(module, context), Reader(), context, self.dtype_policy, self.eager_random)
         differentiated = _differentiated(module)
         modified = False
         for softmax, product in list(candidates(session.trace, module.graph)):

@@ -1,9 +1,10 @@
 """The contract of a pass, and the manager that runs the pipeline and checks what each pass claims.
 
-A pass rewrites the Dynamo graph (before autograd, so that training needs no second set of patterns). The manager runs
-it on the graph and on every submodule of a higher-order operator (activation checkpointing, `cond`, …), innermost
-first; checks the reported `modified` against the graph; lints and recompiles; times it; and records the difference in
-operators. A pass reports what it rewrote and what it nearly rewrote through its context.
+A pass is a frozen dataclass; its fields are its options. It rewrites the Dynamo graph, before autograd, so that
+training needs no second set of patterns. The manager runs it on the graph and on every submodule of a higher-order
+operator (activation checkpointing, `cond`, …), innermost first; checks the reported `modified` against the graph; lints
+and recompiles; times it; and records the difference in operators. A pass reports rewrites and near misses to its
+context.
 """
 
 import dataclasses
@@ -11,25 +12,25 @@ import hashlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.fx import run_on_fakes
+from omnicomp._torch.fx import describe, run_on_fakes
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
-from omnicomp.analysis.nodes import module_path, op_name, source_line, submodules
-from omnicomp.devices import Device
+from omnicomp.analysis.nodes import all_nodes, fake_value, module_path, op_name, source_line, submodules
+from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.timeline import NearMiss, PassRun, Reason, Rewrite, Timeline
+from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 
-__all__ = ["Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
+__all__ = ["Applied", "Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,7 +40,6 @@ class PassContext:
     Attributes:
         graph_id: id of the Dynamo graph in the timeline.
         device: the device that the graph runs on.
-        policy: the user's options.
         timeline: where rewrites and near misses are recorded.
         training: whether the graph will be differentiated.
         speculate: whether a pass may rewrite as if something were so that can be checked when the graph is called; it
@@ -54,7 +54,6 @@ class PassContext:
 
     graph_id: str
     device: Device
-    policy: Policy
     timeline: Timeline
     training: bool
     speculate: bool = False
@@ -109,9 +108,24 @@ class PassContext:
         )
 
 
-@runtime_checkable
-class Pass(Protocol):
-    """One rewrite of a Dynamo graph.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What came of a pass that was applied by itself.
+
+    Attributes:
+        module: the graph, rewritten in place.
+        modified: whether anything changed.
+        events: the rewrites and near misses that the pass reported, and the pass itself as a `PassRun`.
+    """
+
+    module: GraphModule
+    modified: bool
+    events: tuple[Event, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One rewrite of a Dynamo graph; a subclass has a `name`, and fields for its options, all with defaults.
 
     The graph holds torch functions, methods and HOPs as Dynamo recorded them; every tensor node has a fake tensor in
     `meta["example_value"]`, and a pass gives one to every node that it inserts (`omnicomp.analysis.nodes.insert_call`
@@ -119,11 +133,16 @@ class Pass(Protocol):
     A pass must not edit a region that it did not understand, and must leave no dead nodes behind.
     """
 
-    name: str
+    name: ClassVar[str]
+
+    def of(self, policy: Policy) -> "Pass":
+        """This pass with the options that the user's policy gives it."""
+        del policy
+        return self
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
-        """Whether the pass has any work on this graph, policy and device; cheap."""
-        ...
+        """Whether the pass has any work on this graph and device; cheap."""
+        raise NotImplementedError
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite `module` in place.
@@ -131,7 +150,35 @@ class Pass(Protocol):
         Returns:
             `PassResult(module, modified)`; the manager checks `modified`.
         """
-        ...
+        raise NotImplementedError
+
+    def apply(
+        self, module: GraphModule, inputs: Sequence[Any] = (), *, device: Device | None = None, training: bool = False
+    ) -> Applied:
+        """Run this pass alone on a graph, and check its result on fake tensors.
+
+        Args:
+            module: a graph of torch functions, methods and operators; it is rewritten in place.
+            inputs: one a placeholder, real or fake; needed where the nodes have no fake values yet.
+            device: the device to rewrite for; None for that of the graph's tensors.
+            training: whether the graph will be differentiated.
+
+        Raises:
+            PassError: the pass misreported what it did, or left a graph that does not run.
+        """
+        if inputs:
+            describe(module, inputs)
+        values = [leaf for node in all_nodes(module) for leaf in tree_leaves(fake_value(node))]
+        types = [value.device.type for value in values if isinstance(value, torch.Tensor)]
+        context = PassContext(
+            graph_id="g0",
+            device=device or primary_device(types),
+            timeline=Timeline(),
+            training=training,
+            inputs=inputs,
+        )
+        modified = run_pipeline((self,), module, context, check=True, shown=False)
+        return Applied(module=module, modified=modified, events=context.timeline.events())
 
 
 def digest(passes: Sequence[Pass]) -> str:
@@ -148,55 +195,78 @@ def digest(passes: Sequence[Pass]) -> str:
     return value.hexdigest()[:16]
 
 
-def run_pipeline(passes: Sequence[Pass], module: GraphModule, context: PassContext) -> bool:
+def run_pipeline(
+    passes: Sequence[Pass],
+    module: GraphModule,
+    context: PassContext,
+    *,
+    disabled: Collection[str] = (),
+    check: bool = False,
+    shown: bool = True,
+) -> bool:
     """Run the passes in order on `module` and its submodules, in place.
+
+    Args:
+        passes: with their options.
+        module: the whole graph.
+        context: where they report.
+        disabled: names of passes to skip.
+        check: whether each pass' result is run on fake tensors.
+        shown: whether the progress line may show the passes.
 
     Returns:
         Whether any pass changed anything.
 
     Raises:
-        PassError: a pass reported `modified` wrongly, or left a graph that does not lint or (with the option
-            `check_passes`) does not run on fake tensors with the shapes and dtypes that it had.
+        PassError: a pass reported `modified` wrongly, or left a graph that does not lint or (with `check`) does not run
+            on fake tensors with the shapes and dtypes that it had.
     """
     context.root = module
     changed = False
     for item in passes:
+        if item.name in disabled:
+            _record(context, item, applied=False, note="switched off by the option disable_passes")
+            continue
         text = f"pass {item.name} on {context.graph_id}"
-        with activity("pass", text, shown=context.policy.progress, graph=context.graph_id, by=item.name):
-            changed |= _run_pass(item, module, context)
+        with activity("pass", text, shown=shown, graph=context.graph_id, by=item.name):
+            changed |= _run_pass(item, module, context, check=check)
     return changed
 
 
-def _run_pass(item: Pass, module: GraphModule, context: PassContext) -> bool:
-    if item.name in context.policy.disable_passes:
-        _record(context, item, applied=False, note="switched off by the option disable_passes")
-        return False
+def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: bool) -> bool:
     start = time.perf_counter()
-    before = _count(module)
+    before: Counter[str] | None = None
     reported = context.rewrites[item.name]  # of an earlier run of the same pass
-    applied = modified = False
+    modified = False
     context.memo.clear()
     for region in _regions(module):
-        if not item.applies(region, context):
-            continue
-        applied = True
-        modified |= _run_on_region(item, region, context)
+        if item.applies(region, context):
+            before = _count(module) if before is None else before
+            modified |= _run_on_region(item, region, context, check=check)
+    if before is None:
+        _record(
+            context,
+            item,
+            applied=False,
+            seconds=time.perf_counter() - start,
+            note="nothing to do for this graph, device and policy",
+        )
+        return False
     diff = _count(module)
     diff.subtract(before)
     _record(
         context,
         item,
-        applied=applied,
+        applied=True,
         modified=modified,
         rewrites=context.rewrites[item.name] - reported,
         seconds=time.perf_counter() - start,
         node_diff={op: n for op, n in sorted(diff.items()) if n},
-        note="" if applied else "nothing to do for this graph, device and policy",
     )
     return modified
 
 
-def _run_on_region(item: Pass, region: GraphModule, context: PassContext) -> bool:
+def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, check: bool) -> bool:
     fingerprint = _fingerprint(region)
     outputs = _output_values(region)
     result = item.run(region, context)
@@ -214,7 +284,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext) -> boo
         except (RuntimeError, ValueError) as error:
             raise PassError(f"the pass {item.name!r} left a broken graph: {error}") from error
         region.recompile()
-        if context.policy.check_passes:
+        if check:
             _verify(item, region, outputs, context.retyped)
     return really
 

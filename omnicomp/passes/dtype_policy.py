@@ -13,17 +13,18 @@ mask.
 """
 
 import dataclasses
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from omnicomp.analysis.nodes import op_name
-from omnicomp.options.dtype_policy import DtypePolicy, short
-from omnicomp.passes.base import PassContext
+from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, short
+from omnicomp.options.policy import Policy
+from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.dtypes.analysis import exactness, is_floating_work, is_plain_call, wide_cast
-from omnicomp.passes.dtypes.calibrate import must_stay_wide
+from omnicomp.passes.dtypes.calibrate import Bound, must_stay_wide
 from omnicomp.passes.dtypes.fp8 import FLOAT8, in_fp8
 from omnicomp.passes.dtypes.operators import BUNDLES, FLOAT32_AT_LEAST, is_optimizer, kind
 from omnicomp.passes.dtypes.resolve import NAME, resolve, unsupported, warn_if_slow
@@ -36,14 +37,26 @@ __all__ = ["DtypePass"]
 _TOLD: Final = "told"
 
 
-class DtypePass:
-    """Run operators in the dtypes of the option `dtype_policy`."""
+@dataclasses.dataclass(frozen=True)
+class DtypePass(Pass):
+    """Runs operators in the dtypes of a policy.
 
-    name = NAME
+    Attributes:
+        policy: which dtype each operator computes in.
+        bound: of the error of the outputs; None for none.
+    """
+
+    name: ClassVar[str] = NAME
+    policy: DtypePolicy = PRESETS["keep"]
+    bound: Bound | None = None
+
+    def of(self, policy: Policy) -> "DtypePass":
+        """This pass with the options that the user's policy gives it."""
+        return DtypePass(policy=policy.dtype_policy, bound=Bound.of(policy))
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the policy asks for dtypes and the graph has an operator that it names."""
-        policy = context.policy.dtype_policy
+        policy = self.policy
         if not policy.rewrites:
             return False
         if policy.auto:  # as if the device were fast, which may have to be measured
@@ -52,9 +65,9 @@ class DtypePass:
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite the operators of one region."""
-        policy, reason = resolve(context.policy.dtype_policy, context.device, training=context.training)
+        policy, reason = resolve(self.policy, context.device, training=context.training)
         if reason is not None:
-            _tell_option(context, "keep", reason)
+            _tell_option(context, self.policy, "keep", reason)
         candidates = dict(_decided(module, policy, context))
         if not candidates:
             return PassResult(module, False)
@@ -104,7 +117,7 @@ class DtypePass:
         detail = f"{kind(node)} {before} -> {target}"
         if decision.rule != "compute":
             detail += f", by {decision.rule}"
-        if not context.policy.dtype_policy.auto and warn_if_slow(decision.dtype, context.device):
+        if not self.policy.auto and warn_if_slow(decision.dtype, context.device):
             detail += "; this device is not faster in it than in float32"
         context.rewrite(self.name, "dtype", node, target=target, detail=detail)
         rewriting.recast(node, decision.dtype, form)
@@ -122,11 +135,11 @@ def _decided(module: GraphModule, policy: DtypePolicy, context: PassContext) -> 
     return found
 
 
-def _tell_option(context: PassContext, effective: str, reason: Reason) -> None:
+def _tell_option(context: PassContext, policy: DtypePolicy, effective: str, reason: Reason) -> None:
     """Record, once a graph, that the policy does not do what was asked."""
     if not context.memo.setdefault(_TOLD, False):
         context.memo[_TOLD] = True
-        requested = str(context.policy.dtype_policy)
+        requested = str(policy)
         context.timeline.append(
             Option(graph=context.graph_id, key=NAME, requested=requested, effective=effective, reason=reason)
         )

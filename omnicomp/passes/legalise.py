@@ -10,11 +10,15 @@ It runs first and last. First, so that the passes after it see the dtypes that w
 and lower products by those. Last, as a pass may put in what the program did not have, such as positions in int64.
 """
 
+import dataclasses
+from typing import ClassVar
+
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
 from omnicomp.analysis.nodes import op_name
-from omnicomp.passes.base import PassContext
+from omnicomp.options.policy import Policy
+from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.rewrite import Rewriting
@@ -23,14 +27,26 @@ from omnicomp.passes.legal.scan import in_transform, lacking, missing
 __all__ = ["Legalise"]
 
 
-class Legalise:
-    """Moves operators to dtypes that the device has."""
+@dataclasses.dataclass(frozen=True)
+class Legalise(Pass):
+    """Moves operators to dtypes that the device has.
 
-    name = "legalise"
+    Attributes:
+        mode: `warn` says what moved; `error` raises if a range could be lost; `off` moves nothing.
+        log: whether to log what moved.
+    """
+
+    name: ClassVar[str] = "legalise"
+    mode: str = "warn"
+    log: bool = True
+
+    def of(self, policy: Policy) -> "Legalise":
+        """This pass with the options that the user's policy gives it."""
+        return Legalise(mode=policy.legalise, log=policy.summary)
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the device says what it lacks, and the graph uses some of it."""
-        if context.policy.legalise == "off":
+        if self.mode == "off":
             return False
         legal = Legal.of(context.device.capabilities())
         return legal is not None and any(lacking(node, legal) for node in module.graph.nodes)
@@ -39,11 +55,11 @@ class Legalise:
         """Rewrite one region.
 
         Raises:
-            LegaliseError: by the policy, if range would be lost; always, if no dtype of the device would do.
+            LegaliseError: with the mode `error`, if range would be lost; always, if no dtype of the device would do.
         """
         legal = Legal.of(context.device.capabilities())
         assert legal is not None  # or it would not apply
-        decisions = Decisions(self.name, context)
+        decisions = Decisions(self.name, context, strict=self.mode == "error", log=self.log)
         entered = in_transform(module)
         if entered is not None:
             first = next(node for node in module.graph.nodes if lacking(node, legal))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import omnicomp
+from omnicomp.passes import Pass
 from omnicomp.timeline import Attempt, Capture, Option, Placement, Ran, Retreat, Rewrite, Subgraph, current
 
 EAGER = {"lowerings": ["eager"]}
@@ -212,7 +213,7 @@ def test_on_error_raise_lets_the_error_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_pass_that_raises_costs_its_rewrites_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
+    class Broken(Pass):
         name = "broken"
 
         def applies(self, module: Any, context: Any) -> bool:

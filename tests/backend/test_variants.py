@@ -11,18 +11,19 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import omnicomp
+import omnicomp.backend.pipeline
 from omnicomp import passes
 from omnicomp.analysis.nodes import op_name
 from omnicomp.backend import variants
 from omnicomp.backend.variants import PATIENCE, Memo
 from omnicomp.passes.assumptions import Assumption, assumption
-from omnicomp.passes.base import PassContext, PassResult
+from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.timeline import Capture, Ran, Reason, Retreat, Rewrite, Speculation, current
 
 EAGER = {"lowerings": ["eager"]}
 
 
-class DropsMaskedFill:
+class DropsMaskedFill(Pass):
     """Rewrites `x.masked_fill(~mask, value)` to `x` as if the mask were full."""
 
     name = "drops_masked_fill"
@@ -310,7 +311,7 @@ def test_without_a_scene_for_a_late_compilation_nothing_is_assumed(monkeypatch: 
     def fail(inputs: Any) -> Any:
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr(omnicomp.backend.pipeline.late, "keep_scene", fail)
+    monkeypatch.setattr(omnicomp.backend.pipeline.late_compile, "keep_scene", fail)
     model, x = Model(), torch.randn(3, 4)
     compiled = torch.compile(model, backend="omni", options=EAGER)
     for mask in (FULL, PADDED):
@@ -324,14 +325,14 @@ def test_a_late_compilation_that_fails_retreats_to_eager(monkeypatch: pytest.Mon
     model, x = Model(), torch.randn(3, 4)
     compiled = torch.compile(model, backend="omni", options=EAGER)
     compiled(x, FULL)
-    original = omnicomp.backend.autograd.aot.compile_graph
+    original = omnicomp.backend.autograd.aot_autograd.compile_graph
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr(omnicomp.backend.autograd.aot, "compile_graph", fail)
+    monkeypatch.setattr(omnicomp.backend.autograd.aot_autograd, "compile_graph", fail)
     check(compiled, model, x, PADDED)
-    monkeypatch.setattr(omnicomp.backend.autograd.aot, "compile_graph", original)
+    monkeypatch.setattr(omnicomp.backend.autograd.aot_autograd, "compile_graph", original)
     check(compiled, model, x, FULL)
     (retreat,) = events(Retreat)
     assert retreat.graph.endswith(":general")

@@ -227,9 +227,9 @@ def test_a_part_that_is_cut_says_of_each_subgraph_what_changed() -> None:
 def test_an_edited_pass_is_named_and_its_new_rewrite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
     import operator
-    from omnicomp.passes.base import PassResult
+    from omnicomp.passes.base import Pass, PassResult
 
-    class Scale:
+    class Scale(Pass):
         name = "scale"
 
         def applies(self, module, context):

@@ -93,7 +93,6 @@ def test_a_pass_may_not_assume_where_nothing_is_speculated_on() -> None:
     context = PassContext(
         graph_id="g0",
         device=omnicomp.devices.resolve_device("cpu"),
-        policy=omnicomp.options.policy.Policy(),
         timeline=omnicomp.timeline.Timeline(),
         training=False,
     )

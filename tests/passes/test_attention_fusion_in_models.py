@@ -118,9 +118,7 @@ def test_nodes_without_fake_values_are_left_alone():
     q = graph.placeholder("q")
     graph.output(graph.call_function(torch.matmul, (graph.call_function(torch.softmax, (q, -1)), q)))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    context = PassContext(
-        graph_id="g0", device=resolve_device("cpu"), policy=Policy(), timeline=Timeline(), training=False
-    )
+    context = PassContext(graph_id="g0", device=resolve_device("cpu"), timeline=Timeline(), training=False)
     assert not run_pipeline((AttentionFusion(),), module, context)
 
 

@@ -1,7 +1,8 @@
 """The pass manager checks what a pass claims."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,18 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.devices import resolve_device
 from omnicomp.errors import PassError
-from omnicomp.options.policy import Policy
-from omnicomp.passes.base import PassContext, PassResult, digest, run_pipeline
+from omnicomp.passes.base import Pass, PassContext, PassResult, digest, run_pipeline
 from omnicomp.timeline import PassRun, Timeline
 
 
-class SinToCos:
+@dataclasses.dataclass(frozen=True)
+class SinToCos(Pass):
     """Replaces sin by cos, and reports `claims` if given."""
 
-    name = "sin_to_cos"
-
-    def __init__(self, claims: bool | None = None, after: Callable[[GraphModule], None] | None = None) -> None:
-        self.claims, self.after = claims, after
+    name: ClassVar[str] = "sin_to_cos"
+    claims: bool | None = None
+    after: Callable[[GraphModule], None] | None = None
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         return True
@@ -52,10 +52,8 @@ def captured(function: Callable[..., Any], *args: torch.Tensor) -> GraphModule:
     return graphs[0]
 
 
-def context(**policy: Any) -> PassContext:
-    return PassContext(
-        graph_id="g0", device=resolve_device("cpu"), policy=Policy(**policy), timeline=Timeline(), training=False
-    )
+def context() -> PassContext:
+    return PassContext(graph_id="g0", device=resolve_device("cpu"), timeline=Timeline(), training=False)
 
 
 def record(ctx: PassContext) -> PassRun:
@@ -101,7 +99,7 @@ def test_verify_finds_a_changed_output() -> None:
 
     run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context())
     with pytest.raises(PassError, match=r"output 0 from \(2,\) torch.float32 on cpu to \(2,\) torch.float64"):
-        run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context(check_passes=True))
+        run_pipeline((Widen(),), captured(lambda x: x + 1, torch.ones(2)), context(), check=True)
 
 
 def test_verify_runs_the_graph_and_does_not_believe_its_metadata() -> None:
@@ -111,7 +109,7 @@ def test_verify_runs_the_graph_and_does_not_believe_its_metadata() -> None:
             return PassResult(module, True)
 
     with pytest.raises(PassError, match=r"output 0 from \(2,\) .* to \(\) "):
-        run_pipeline((SumInDisguise(),), captured(lambda x: x.sin(), torch.ones(2)), context(check_passes=True))
+        run_pipeline((SumInDisguise(),), captured(lambda x: x.sin(), torch.ones(2)), context(), check=True)
 
 
 def test_submodules_of_higher_order_operators_are_rewritten_too() -> None:
@@ -126,8 +124,8 @@ def test_submodules_of_higher_order_operators_are_rewritten_too() -> None:
 
 
 def test_a_pass_is_switched_off_by_name() -> None:
-    module, ctx = captured(lambda x: x.sin(), torch.ones(2)), context(disable_passes=("sin_to_cos",))
-    assert not run_pipeline((SinToCos(),), module, ctx)
+    module, ctx = captured(lambda x: x.sin(), torch.ones(2)), context()
+    assert not run_pipeline((SinToCos(),), module, ctx, disabled=("sin_to_cos",))
     assert not record(ctx).applied
     assert "disable_passes" in record(ctx).note
 

@@ -28,13 +28,14 @@ class Backend:
         context = PassContext(
             graph_id=f"g{len(self.graphs)}",
             device=resolve_device("cpu"),
-            policy=self.policy,
             timeline=self.timeline,
             training=self.training,
             speculate=self.speculate,
         )
         self.contexts.append(context)
-        run_pipeline((AttentionFusion(),), module, context)
+        policy = self.policy
+        fusion = AttentionFusion().of(policy)
+        run_pipeline((fusion,), module, context, disabled=policy.disable_passes, check=policy.check_passes)
         self.graphs.append(module)
         return aot_eager(module, inputs) if self.training else module.forward
 

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd import aot_autograd
 from omnicomp.devices import Capabilities
-from omnicomp.options.policy import Policy
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.legal.dtypes import INTEGERS
 from omnicomp.passes.legal.scan import without_missing_autocast
@@ -129,13 +128,13 @@ class Backend:
         training: bool = False,
         policy: str = "warn",
         host: Sequence[torch.dtype] = (),
-        passes: Sequence[Any] = (Legalise(), Legalise()),
+        passes: Sequence[Any] | None = None,
     ) -> None:
-        self.device, self.host, self.passes = device, host, passes
+        self.device, self.host, self.mode = device, host, policy
+        self.passes = passes or (Legalise(mode=policy, log=False),) * 2
         self.context = PassContext(
             graph_id="g0",
             device=device,
-            policy=Policy(legalise=policy, check_passes=True, summary=False),
             timeline=Timeline(),
             training=training,
         )
@@ -144,7 +143,7 @@ class Backend:
         self.modified = False
 
     def __call__(self, module: GraphModule, inputs: Any) -> Any:
-        self.modified |= run_pipeline(self.passes, module, self.context)
+        self.modified |= run_pipeline(self.passes, module, self.context, check=True)
         self.graphs.append(module)
 
         def build(part: GraphModule, part_inputs: Any, **kwargs: Any) -> Any:
@@ -157,7 +156,7 @@ class Backend:
             call._boxed_call = True  # type: ignore[attr-defined]
             return call
 
-        with without_missing_autocast(self.device, self.context.policy):
+        with without_missing_autocast(self.device, self.mode):
             return aot_autograd.compile_graph(module, inputs, build)
 
     def of(self, kind: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp.devices import resolve_device
 from omnicomp.options.dtype_policy import parse_dtype_policy
-from omnicomp.options.policy import Policy
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.timeline import Timeline
@@ -60,10 +59,10 @@ class Backend:
     """Runs the pass alone on each graph and keeps what came of it."""
 
     def __init__(self, policy="bf16", training=False, device=None):
+        self.item = DtypePass(policy=parse_dtype_policy(policy))
         self.context = PassContext(
             graph_id="g0",
             device=device or resolve_device("cpu"),
-            policy=Policy(dtype_policy=parse_dtype_policy(policy), check_passes=True),
             timeline=Timeline(),
             training=training,
         )
@@ -74,7 +73,7 @@ class Backend:
     def __call__(self, module, inputs):
         known = {node.target for node in module.graph.nodes}
         self.guards.append(count_guards())
-        self.modified = run_pipeline((DtypePass(),), module, self.context)
+        self.modified = run_pipeline((self.item,), module, self.context, check=True)
         self.guards.append(count_guards())
         self.graphs.append(module)
         for node in module.graph.nodes:

@@ -10,7 +10,9 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.attention import known_equal, without_guards
 from omnicomp.analysis.nodes import insert_call
+from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
 from omnicomp.passes.attention.build import Builder
+from omnicomp.passes.attention.computed import computed_dtype
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking
 from omnicomp.passes.attention.reader import Reader
@@ -47,6 +49,8 @@ class Session:
         trace: what its nodes compute.
         reader: reads the trace.
         context: the pass' context.
+        dtype_policy: what lowers the operands of a fused kernel afterwards.
+        eager_random: whether dropout has to draw the random numbers that eager draws.
         shared: tensors made for one site that others can use: masks.
         blocks: what FlexAttention's sites share.
         maskings: what masks hide, by their meaning.
@@ -56,6 +60,8 @@ class Session:
     trace: Trace
     reader: Reader
     context: PassContext
+    dtype_policy: DtypePolicy = PRESETS["keep"]
+    eager_random: bool = False
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
     blocks: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
     maskings: dict[Any, Masking] = dataclasses.field(default_factory=dict[Any, Masking])
@@ -64,6 +70,10 @@ class Session:
     def softmaxes(self) -> int:
         """How many there are in the whole graph: about as many attentions, most of which share one mask."""
         return max(1, sum(op.name in ("_softmax", "_safe_softmax") for op in self.trace.ops))
+
+    def computed_dtype(self, site: Site) -> torch.dtype:
+        """The dtype that the operands of a site's kernel will have."""
+        return computed_dtype(site, self.dtype_policy, self.context.device, training=self.context.training)
 
     @contextlib.contextmanager
     def attempt(self, site: Site) -> "Generator[Attempt]":

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from omnicomp._torch.autograd.attention import concrete, fused_kernel, hint_of, known_equal
-from omnicomp._torch.inductor.compile_fx import fallback_random
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.assume import assume_full
-from omnicomp.passes.attention.computed import computed_dtype
 from omnicomp.passes.attention.differentiable import (
     ATTENTION_WITH_BIAS,
     ATTENTION_WITH_SINK,
@@ -45,7 +43,7 @@ def choose(site: Site, session: Session) -> Chosen:
     Raises:
         MatchEnded: there is none, or it would not be faster; the graph is as it was.
     """
-    if site.dropout and fallback_random(session.context.policy.inductor):
+    if site.dropout and session.eager_random:
         raise MatchEnded(
             site.output,
             "a fused kernel draws other random numbers than eager, and fallback_random asks for eager's",
@@ -93,7 +91,7 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
         return
     flexible = functools.partial(insert, site, form, masking)
     # The dtype policy lowers no FlexAttention, whose graphs and tiles are made for one dtype.
-    lowered = computed_dtype(site, session.context) is not site.dtype
+    lowered = session.computed_dtype(site) is not site.dtype
     if not lowered and flex_pays(site, form, masking, session):
         yield flexible
     for variant in _variants(site, form, masking):
@@ -142,7 +140,7 @@ def _parts(attempt: Attempt, form: Form, variant: Variant) -> Parts:
 def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
     """`scaled_dot_product_attention`, if torch takes a fused kernel for it."""
     made = _parts(attempt, form, variant)
-    dtype = computed_dtype(site, attempt.session.context)
+    dtype = attempt.session.computed_dtype(site)
     if variant.padded:
         _check_padding(site, made, dtype)
     _check_trained_mask(site, made)
@@ -246,7 +244,7 @@ def _with_bias(site: Site, form: Form, masking: Masking, variant: Variant, attem
     if fake.device.type != "cpu" or not trained or site.dropout or site.sinks:
         return None
     sizes = [hint_of(size) for size in fake.shape]
-    dtype = computed_dtype(site, attempt.session.context)
+    dtype = attempt.session.computed_dtype(site)
     pays = bias_pays(tuple(sizes), hint_of(fake_value(made.key).shape[2]), dtype)
     if not pays and not _negligible(site):
         raise MatchEnded(

@@ -18,7 +18,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -28,15 +28,17 @@ from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import op_name, submodules
 from omnicomp.errors import first_line
+from omnicomp.options.policy import Policy
 from omnicomp.passes.dtypes import trial_runs
 from omnicomp.passes.dtypes.trial_runs import Runs, Site, TrialError
 from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Calibration, Option, Reason, Rewrite, Timeline
 
 if TYPE_CHECKING:
-    from omnicomp.passes.base import Pass, PassContext  # the passes need this module
+    from omnicomp.passes.base import PassContext  # the passes need this module
+    from omnicomp.passes.dtype_policy import DtypePass
 
-__all__ = ["CACHE", "Finding", "clear", "must_stay_wide", "search"]
+__all__ = ["CACHE", "Bound", "Finding", "clear", "must_stay_wide", "search"]
 
 CACHE: Final = "calibrations"
 _SCHEMA: Final = 1
@@ -48,6 +50,39 @@ _KNOWN_AT_MOST: Final = 512
 _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 _known: Final[dict[str, "Finding"]] = {}
 _lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How far off the outputs of a graph may be, and how that is measured.
+
+    Attributes:
+        error: relative to the outputs' norm (L2).
+        reference: the precision that they are compared with, `fp32` or `fp64`.
+        sample: gives the inputs to measure on, in place of the first call's, of their names and values.
+        verdicts: whether what was found before is put to `use`, is to be found again (`forget`), or is neither read nor
+            kept (`off`).
+        strict: whether an error while measuring is raised; or else nothing is lowered.
+    """
+
+    error: float
+    reference: str = "fp64"
+    sample: Callable[..., Any] | None = None
+    verdicts: str = "use"
+    strict: bool = False
+
+    @classmethod
+    def of(cls, policy: Policy) -> "Bound | None":
+        """The user's, if there is one."""
+        if policy.dtype_error is None:
+            return None
+        return cls(
+            error=policy.dtype_error,
+            reference=policy.reference,
+            sample=policy.dtype_sample,
+            verdicts=policy.verdicts,
+            strict=policy.on_error == "raise",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +151,7 @@ def clear() -> None:
         _known.clear()
 
 
-def must_stay_wide(item: "Pass", module: GraphModule, context: "PassContext") -> Mapping[str, Reason]:
+def must_stay_wide(item: "DtypePass", module: GraphModule, context: "PassContext") -> Mapping[str, Reason]:
     """The operators of a region that a pass must not lower, by name, and why; asked before it rewrites any.
 
     The first region that asks has the whole graph calibrated, or its finding looked up.
@@ -126,10 +161,11 @@ def must_stay_wide(item: "Pass", module: GraphModule, context: "PassContext") ->
         module: the region.
         context: of the pass, with `root` and `inputs`.
     """
-    if context.policy.dtype_error is None or context.root is None:
+    if item.bound is None or context.root is None:
         return {}
     if _MEMO not in context.memo:
-        context.memo[_MEMO] = _Kept(_regions(context.root), _calibrate(item, context, context.root))
+        reasons = _calibrate(item, item.bound, context, context.root)
+        context.memo[_MEMO] = _Kept(_regions(context.root), reasons)
     kept: _Kept = context.memo[_MEMO]
     return kept.of(module)
 
@@ -140,12 +176,12 @@ def _regions(module: GraphModule) -> tuple[GraphModule, ...]:
 
 
 def _lower(
-    item: "Pass", context: "PassContext", root: GraphModule, kept: frozenset[Site]
+    item: "DtypePass", bound: Bound, context: "PassContext", root: GraphModule, kept: frozenset[Site]
 ) -> tuple[GraphModule, dict[Site, str]]:
     """A copy of a graph behind the pass, some operators kept as they are; and the dtypes of those that were lowered."""
     made = trial_runs.copy_for_trial(root)
     regions, timeline = _regions(made), Timeline()
-    reason = _reason("it is kept wide for comparison", context)
+    reason = _reason("it is kept wide for comparison", bound)
     own = dataclasses.replace(
         context,
         timeline=timeline,
@@ -167,41 +203,44 @@ def _lower(
     return made, lowered
 
 
-def _calibrate(item: "Pass", context: "PassContext", root: GraphModule) -> dict[Site, Reason]:
+def _calibrate(item: "DtypePass", bound: Bound, context: "PassContext", root: GraphModule) -> dict[Site, Reason]:
     """What has to stay wide, recorded in the timeline."""
     start = time.perf_counter()
-    everything, lowered = _lower(item, context, root, frozenset())
+    everything, lowered = _lower(item, bound, context, root, frozenset())
     if not lowered:
         return {}
-    bound = context.policy.dtype_error or 0.0
-    key = _key(root, context)
-    finding, trouble = _look_up(key, context)
+    key = _key(item, bound, root, context)
+    finding, trouble = _look_up(key, bound)
     state = "known"
     if finding is None:
         state = "measured"
         try:
-            runs = Runs(context, root)
+            runs = Runs(bound, context, root)
+
+            def measure(kept: frozenset[Site]) -> float:
+                return runs.error(_lower(item, bound, context, root, kept)[0] if kept else everything)
+
             with runs:
                 found = search(
                     lowered,
-                    bound,
-                    measure=lambda kept: runs.error(_lower(item, context, root, kept)[0] if kept else everything),
+                    bound.error,
+                    measure=measure,
                     wide=lambda: runs.error(trial_runs.copy_for_trial(root)),
                     local=lambda: runs.local_errors(root, _regions, lowered),
                 )
             finding = dataclasses.replace(found, runs=runs.count, seconds=time.perf_counter() - start)
         except TrialError as error:
-            return _refuse(lowered, context, f"the graph can't be calibrated: {error}", start)
+            return _refuse(lowered, bound, context, f"the graph can't be calibrated: {error}", start)
         except Exception as error:
-            if context.policy.on_error == "raise":
+            if bound.strict:
                 raise
-            return _refuse(lowered, context, f"a run for calibration raised: {first_line(error)}", start)
-        trouble = _keep(key, finding, context) or trouble
+            return _refuse(lowered, bound, context, f"a run for calibration raised: {first_line(error)}", start)
+        trouble = _keep(key, finding, bound) or trouble
     context.timeline.append(
         Calibration(
             graph=context.graph_id,
             state=state,
-            bound=bound,
+            bound=bound.error,
             lowered=finding.lowered,
             kept=len(finding.kept),
             before=_finite(finding.before),
@@ -215,10 +254,10 @@ def _calibrate(item: "Pass", context: "PassContext", root: GraphModule) -> dict[
     )
     if not finding.met:
         sentence = "not even the graph as it is written meets the bound, and nothing is lowered"
-        _tell(context, "nothing lowered", _reason(sentence, context, f"error {finding.wide:.1e}"))
+        _tell(context, bound, _reason(sentence, bound, f"error {finding.wide:.1e}"))
     names = {(index, node.name): node for index, region in enumerate(_regions(root)) for node in region.graph.nodes}
     return {
-        (region, name): _harmful(names[region, name], rank, alone, local, finding, context)
+        (region, name): _harmful(names[region, name], rank, alone, local, finding, bound)
         for rank, (region, name, alone, local) in enumerate(finding.kept, 1)
         if (region, name) in names
     }
@@ -229,51 +268,57 @@ def _finite(error: float) -> float:
     return error if math.isfinite(error) else -1.0
 
 
-def _harmful(node: Node, rank: int, alone: float, local: float, finding: Finding, context: "PassContext") -> Reason:
+def _harmful(node: Node, rank: int, alone: float, local: float, finding: Finding, bound: Bound) -> Reason:
     parts = [f"number {rank} of {len(finding.kept)} by harm"] if finding.met else []
     parts += [f"error {finding.before:.1e} with all operators lowered"]
     parts += [f"{alone:.1e} with this one alone"] if alone >= 0 else []
     parts += [f"{local:.1e} of its own result"] if local >= 0 else []
     sentence = "in low precision, the operator takes the graph's outputs over the bound"
-    return dataclasses.replace(_reason(sentence, context, ", ".join(parts)), node=f"{node.name} ({op_name(node)})")
+    return dataclasses.replace(_reason(sentence, bound, ", ".join(parts)), node=f"{node.name} ({op_name(node)})")
 
 
-def _reason(sentence: str, context: "PassContext", observed: str = "") -> Reason:
+def _reason(sentence: str, bound: Bound, observed: str = "") -> Reason:
     return Reason(
         code="error_bound",
         by="dtype_error",
         sentence=sentence,
         observed=observed,
-        needed=f"at most {context.policy.dtype_error:.1e}",
+        needed=f"at most {bound.error:.1e}",
         lever="raise dtype_error, or leave the operator out of the policy's rules",
     )
 
 
-def _refuse(lowered: Mapping[Site, str], context: "PassContext", sentence: str, start: float) -> dict[Site, Reason]:
+def _refuse(
+    lowered: Mapping[Site, str], bound: Bound, context: "PassContext", sentence: str, start: float
+) -> dict[Site, Reason]:
     """Keep everything wide, as a bound that nobody measured is none."""
     lever = "give real inputs by the option dtype_sample, or leave dtype_error out"
-    reason = dataclasses.replace(_reason(f"{sentence}; nothing is lowered", context), lever=lever)
+    reason = dataclasses.replace(_reason(f"{sentence}; nothing is lowered", bound), lever=lever)
     seconds = time.perf_counter() - start
-    bound = context.policy.dtype_error or 0.0
     context.timeline.append(
         Calibration(
             graph=context.graph_id,
             state="refused",
-            bound=bound,
+            bound=bound.error,
             lowered=len(lowered),
             kept=len(lowered),
             seconds=seconds,
             reason=reason,
         )
     )
-    _tell(context, "nothing lowered", reason)
+    _tell(context, bound, reason)
     return dict.fromkeys(lowered, reason)
 
 
-def _tell(context: "PassContext", effective: str, reason: Reason) -> None:
-    requested = str(context.policy.dtype_error)
+def _tell(context: "PassContext", bound: Bound, reason: Reason) -> None:
     context.timeline.append(
-        Option(graph=context.graph_id, key="dtype_error", requested=requested, effective=effective, reason=reason)
+        Option(
+            graph=context.graph_id,
+            key="dtype_error",
+            requested=str(bound.error),
+            effective="nothing lowered",
+            reason=reason,
+        )
     )
 
 
@@ -349,17 +394,17 @@ def _alone(sites: tuple[Site, ...], measure: trial_runs.Measure) -> list[tuple[f
     return found
 
 
-def _key(root: GraphModule, context: "PassContext") -> str:
+def _key(item: "DtypePass", bound: Bound, root: GraphModule, context: "PassContext") -> str:
     """What a finding is known by: everything that it depends on but values of inputs, and sizes that are symbolic."""
     from omnicomp.options.digest import package_digest
 
-    policy, device = context.policy, context.device.type
+    device = context.device.type
     hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
     regions = [fingerprint(list(region.graph.nodes), names=True) for region in _regions(root)]
-    sample = policy.dtype_sample
+    sample = bound.sample
     named = "" if sample is None else f"{sample.__module__}.{sample.__qualname__} {_code(sample)}"
     parts = (
-        *(regions, repr(policy.dtype_policy), repr(policy.dtype_error), policy.reference, named),
+        *(regions, repr(item.policy), repr(bound.error), bound.reference, named),
         *(device, hardware, context.training, torch.__version__, package_digest()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
@@ -383,9 +428,9 @@ def _code(sample: Any) -> str:
     return repr(of((getattr(function, "__code__", None), getattr(function, "__defaults__", None), cells)))
 
 
-def _look_up(key: str, context: "PassContext") -> tuple[Finding | None, str]:
+def _look_up(key: str, bound: Bound) -> tuple[Finding | None, str]:
     """What was found before, in this process or an earlier one; and what was wrong with what was kept."""
-    if context.policy.verdicts != "use":
+    if bound.verdicts != "use":
         return None, ""
     with _lock:
         if key in _known:
@@ -404,9 +449,9 @@ def _look_up(key: str, context: "PassContext") -> tuple[Finding | None, str]:
     return finding, ""
 
 
-def _keep(key: str, finding: Finding, context: "PassContext") -> str:
+def _keep(key: str, finding: Finding, bound: Bound) -> str:
     """Keep a finding; returns why it could not be kept, or nothing."""
-    if context.policy.verdicts == "off":
+    if bound.verdicts == "off":
         return ""
     _remember(key, finding)
     if not keeps_caches():

@@ -17,6 +17,7 @@ from omnicomp.analysis.random_state import GeneratorStates, generator_states
 
 if TYPE_CHECKING:
     from omnicomp.passes.base import PassContext  # the passes need this module
+    from omnicomp.passes.dtypes.calibrate import Bound
 
 __all__ = ["Figure", "Figures", "Measure", "Runs", "Site", "TrialError", "copy_for_trial", "written_inputs"]
 
@@ -61,10 +62,11 @@ class Runs:
         count: how many there were.
     """
 
-    def __init__(self, context: "PassContext", root: GraphModule) -> None:
+    def __init__(self, bound: "Bound", context: "PassContext", root: GraphModule) -> None:
         """Check that the graph can be run.
 
         Args:
+            bound: how the error is measured.
             context: with the inputs of the graph.
             root: the graph, as it is written.
 
@@ -72,9 +74,9 @@ class Runs:
             TrialError: there are no real inputs, or a run could have effects.
         """
         self.count = 0
-        self._inputs = _real_inputs(context, root)
+        self._inputs = _real_inputs(bound, context, root)
         self._root = root
-        self._dtype = PRECISIONS[context.policy.reference]
+        self._dtype = PRECISIONS[bound.reference]
         self._written = written_inputs(root)
         places = _storage_counts(self._inputs)
         for index in self._written:
@@ -169,13 +171,13 @@ class Runs:
         return [v.detach() for v in leaves if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
 
 
-def _real_inputs(context: "PassContext", root: GraphModule) -> list[Any]:
+def _real_inputs(bound: "Bound", context: "PassContext", root: GraphModule) -> list[Any]:
     names = [node.name for node in root.graph.find_nodes(op="placeholder")]
     inputs = [hinted(value) for value in context.inputs]
     if len(inputs) != len(names):
         raise TrialError("it is compiled without the inputs of a call")
-    if context.policy.dtype_sample is not None:
-        given = list(context.policy.dtype_sample(tuple(names), tuple(inputs)))
+    if bound.sample is not None:
+        given = list(bound.sample(tuple(names), tuple(inputs)))
         if len(given) != len(inputs):
             raise TrialError(f"dtype_sample gave {len(given)} values for {len(inputs)} inputs")
         for name, new, old in zip(names, given, inputs, strict=True):

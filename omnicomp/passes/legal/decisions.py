@@ -40,16 +40,21 @@ class _Group:
 class Decisions:
     """The decisions of one region."""
 
-    def __init__(self, name: str, context: PassContext) -> None:
+    def __init__(self, name: str, context: PassContext, *, strict: bool = False, log: bool = True) -> None:
+        """Start without any.
+
+        Args:
+            name: of the pass.
+            context: of the pass.
+            strict: whether a range that may be lost is an error.
+            log: whether to log what moved.
+        """
         self.name = name
         self.context = context
+        self.strict = strict
+        self._logs = log
         self._groups: dict[tuple[object, ...], _Group] = {}
         self._warnings: list[str] = []
-
-    @property
-    def strict(self) -> bool:
-        """Whether a range that may be lost is an error."""
-        return self.context.policy.legalise == "error"
 
     def chosen(self, node: Node, source: torch.dtype, target: torch.dtype, *, stored: bool, note: str = "") -> None:
         """`node` computes in `target` where the program has `source`."""
@@ -59,10 +64,10 @@ class Decisions:
             group.nodes.append(node.name)
 
     def may_lose(self, node: Node, source: torch.dtype, target: torch.dtype, what: str) -> None:
-        """The range of a value isn't proved to fit: an error or a warning, by the policy.
+        """The range of a value isn't proved to fit: an error if `strict`, or else a warning.
 
         Raises:
-            LegaliseError: the policy is `error`.
+            LegaliseError: it is strict.
         """
         if self.strict:
             raise self.error(node, source, f"{short(target)} in its place could lose range: {what}")
@@ -80,7 +85,7 @@ class Decisions:
         """An operator that doesn't take another dtype is left as it was; the device will answer for it.
 
         Raises:
-            LegaliseError: the policy is `error`.
+            LegaliseError: it is strict.
         """
         if self.strict:
             raise self.error(node, dtype, why)
@@ -119,7 +124,7 @@ class Decisions:
 
     def _log(self, text: str) -> None:
         graph = self.context.graph_id
-        if not self.context.policy.summary:
+        if not self._logs:
             return
         with _lock:
             if (graph, text) in _said:

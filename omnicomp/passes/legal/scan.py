@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.dynamo.autocast import ENTER
 from omnicomp.analysis.nodes import op_name
 from omnicomp.devices import Device
-from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.fakes import CAST, MARK, leaves
@@ -20,13 +19,13 @@ __all__ = ["in_transform", "lacking", "missing", "without_missing_autocast"]
 
 
 @contextlib.contextmanager
-def without_missing_autocast(device: Device, policy: Policy) -> Generator[None]:
+def without_missing_autocast(device: Device, mode: str) -> Generator[None]:
     """Autocast to a dtype that the device has, while a graph is traced under autocast to one that it lacks.
 
     The graph itself switches autocast off, but the operators of its derivative are traced outside of that. It must not
     be off altogether here: AOTAutograd switches off in each call what was on while it traced.
     """
-    legal = Legal.of(device.capabilities()) if policy.legalise != "off" else None
+    legal = Legal.of(device.capabilities()) if mode != "off" else None
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     nearest = legal.nearest(dtype) if legal is not None and dtype is not None else None
     if dtype is None or nearest is None or nearest is dtype:

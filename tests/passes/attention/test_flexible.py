@@ -9,7 +9,6 @@ from fusion import fuse, inputs
 from traced import site_of
 
 from omnicomp.devices import resolve_device
-from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.flexible import flex_pays
 from omnicomp.passes.attention.form import dense_form
 from omnicomp.passes.attention.masking import read_masking
@@ -33,11 +32,10 @@ def pays(scores, length, monkeypatch, device="cuda"):
     seen = SimpleNamespace(device=torch.device(device), requires_grad=False, dtype=fake.dtype, shape=fake.shape)
     monkeypatch.setattr(Site, "fake", lambda self: seen)
     form = dense_form(site, reader)
-    policy, timeline = Policy(), Timeline()
+    timeline = Timeline()
     context = PassContext(
         graph_id="g0",
         device=resolve_device("cpu"),
-        policy=policy,
         timeline=timeline,
         training=False,
         root=backend.module,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from omnicomp import passes
 from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.assumptions import Assumption, assumption
-from omnicomp.passes.base import PassContext, PassResult
+from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.passes.dtypes import calibrate
 from omnicomp.passes.dtypes.calibrate import Finding, search
@@ -233,7 +233,7 @@ def test_a_damaged_file_is_replaced() -> None:
     assert Finding.loads(path.read_text(), path.stem).kept
 
 
-class AssumesMask:
+class AssumesMask(Pass):
     """Assumes that the mask of a `masked_fill` is full, and makes nothing of it."""
 
     name = "assumes_mask"
