@@ -93,9 +93,14 @@ def __getattr__(name: str) -> Any:
 
 # Modules that others import by name and that have moved: the former name works for one release, with a warning.
 _MOVED: Final = {
+    "omnicomp.audit.trace": "omnicomp.audit.views.trace",
+    "omnicomp.audit.tree": "omnicomp.audit.views.tree",
     "omnicomp.dtypes": "omnicomp.options.dtype_policy",
+    "omnicomp.graphs": "omnicomp.analysis.nodes",
+    "omnicomp.progress": "omnicomp.timeline.progress_line",
     "omnicomp.pytest_plugin": "omnicomp.testing.pytest_plugin",
     "omnicomp.rules": "omnicomp.options.placement_rules",
+    "omnicomp.speculation": "omnicomp.passes.assumptions",
     "omnicomp.sim": "omnicomp.devices.sim",
     "omnicomp.wrap": "omnicomp.backend.wrap_module",
 }

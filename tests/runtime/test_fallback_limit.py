@@ -62,7 +62,7 @@ def test_an_excess_is_one_warning_that_says_what_where_and_why(caplog: pytest.Lo
 def test_an_excess_can_be_an_error(caplog: pytest.LogCaptureFixture) -> None:
     call = compiled(fallback={"on_excess": "error"})
     for _ in range(2):
-        with pytest.raises(FallbackError, match=r"aten\.topk\.default at .*test_enforcement\.py:\d+") as caught:
+        with pytest.raises(FallbackError, match=r"aten\.topk\.default at .*test_fallback_limit\.py:\d+") as caught:
             call(torch.rand(3, 4))
         assert isinstance(caught.value, OmnicompError)
         assert "rewrite" not in str(caught.value)
