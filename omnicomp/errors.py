@@ -14,9 +14,7 @@ __all__ = [
     "BudgetSpentError",
     "CompilerFaultError",
     "DeviceError",
-    "EngineCrashedError",
     "EngineError",
-    "EngineHungError",
     "FallbackError",
     "LegaliseError",
     "LoweringError",
@@ -62,14 +60,6 @@ class OverrideError(OmnicompError, ValueError):
 
 class EngineError(OmnicompError):
     """An engine is unknown, can't be loaded, or broke its contract."""
-
-
-class EngineCrashedError(EngineError):
-    """The process in which an engine was tried died; the same would have happened here."""
-
-
-class EngineHungError(EngineCrashedError):
-    """The process in which an engine was tried did not answer. Nothing smaller is tried, as each try takes as long."""
 
 
 class LoweringError(OmnicompError):

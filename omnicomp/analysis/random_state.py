@@ -1,11 +1,21 @@
-"""The state of torch's default generators: taken before something that may have to be undone, and put back."""
+"""Random numbers: which nodes draw them, and the state of torch's default generators, taken and put back."""
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
+from torch.fx import Node
 
-__all__ = ["GeneratorStates", "default_generators", "generator_states"]
+from omnicomp.analysis.nodes import op_name
+
+__all__ = ["SEEDED", "SEEDS", "GeneratorStates", "default_generators", "draws_at_random", "generator_states"]
+
+SEEDS: Final = ("prims.inductor_seed", "prims.inductor_lookup_seed")
+"""Inductor's operators that make a seed."""
+
+SEEDED: Final = ("prims.inductor_random", "prims.inductor_randint")
+"""Inductor's operators that make random numbers of a seed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +56,20 @@ def default_generators(devices: Iterable[torch.device]) -> tuple[torch.Generator
 def generator_states(devices: Iterable[torch.device]) -> GeneratorStates:
     """The states of the default generators of some devices, and of the CPU."""
     return GeneratorStates.of(default_generators([torch.device("cpu"), *devices]))
+
+
+def draws_at_random(node: Node) -> bool:
+    """Whether a node of a post-autograd graph draws random numbers."""
+    if op_name(node).startswith((*SEEDS, *SEEDED, "rngprims.")):
+        return True
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _drops_nothing(node)
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether it is attention that could drop weights, and is told to drop none."""
+    schema: Any = getattr(node.target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            default = node.kwargs.get("dropout_p", argument.default_value)
+            return bool((node.args[position] if position < len(node.args) else default) == 0)
+    return False

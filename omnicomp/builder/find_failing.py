@@ -18,7 +18,7 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.failures import kind_of
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import op_name, source_line
-from omnicomp.errors import EngineCrashedError, first_line
+from omnicomp.errors import first_line
 from omnicomp.timeline import Reason
 
 __all__ = ["Prober", "Verdict", "find_failing", "refused_by"]
@@ -252,7 +252,7 @@ def refused_by(
     shown = error if verdict is None else verdict.error
     return {
         node.name: Reason(
-            code="engine_crashed" if isinstance(shown, EngineCrashedError) else "cut_out",
+            code="cut_out",
             by=lowering,
             sentence=f"{compiler} can't build it: {first_line(shown)}",
             observed=type(shown).__name__,

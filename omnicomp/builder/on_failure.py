@@ -1,19 +1,27 @@
 """What is done about a failure beside cutting: a script that shows it, a verdict for the next process, and a lever."""
 
 import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 from torch.fx import GraphModule
 
+from omnicomp._torch.inductor import repro_script
+from omnicomp.analysis.nodes import op_name
 from omnicomp.builder.find_failing import Verdict
 from omnicomp.builder.known_failures import Entry, PartVerdicts
 from omnicomp.builder.partition import extract
-from omnicomp.builder.repro import write_script
 from omnicomp.errors import first_line
 from omnicomp.lowerings import LoweringContext
+from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Reason
 
-__all__ = ["Setbacks"]
+__all__ = ["FOLDER", "Setbacks", "write_script"]
+
+FOLDER: Final = "repro"
 
 
 class Setbacks:
@@ -28,49 +36,90 @@ class Setbacks:
         """
         self._context = context
         self._verdicts = PartVerdicts(module, context)
+        self._settings = repro_script.settings()
 
     def known(self) -> Entry | None:
         """What an earlier process found of this part; recorded in the timeline."""
         return self._verdicts.known()
 
-    def learn(self, module: GraphModule, verdict: Verdict, *, values: bool = False) -> Verdict:
+    def learn(self, module: GraphModule, verdict: Verdict) -> Verdict:
         """Write a script for a verdict and keep it; returns it with levers that name the script.
 
         Args:
             module: the graph that its nodes are of.
             verdict: what was found.
-            values: whether what was built computed something wrong.
         """
-        script = self._script(module, verdict, values=values) if verdict.smallest else None
-        if script is not None:
-            cut = {name: with_script(reason, script) for name, reason in verdict.cut.items()}
-            verdict = dataclasses.replace(verdict, cut=cut, script=str(script))
+        script = ""
+        if verdict.smallest:
+            piece = extract(module, verdict.smallest)
+            script = self._script(piece.module, piece.fake_inputs, first_line(verdict.error))
+        if script:
+            cut = {name: _with_script(reason, script) for name, reason in verdict.cut.items()}
+            verdict = dataclasses.replace(verdict, cut=cut, script=script)
         if verdict.lasting:
             self._verdicts.add(
                 verdict.cut,
                 verdict.boundaries,
-                scripts=() if script is None else (str(script),),
+                scripts=(script,) if script else (),
                 builds=None if verdict.exact else self._context.policy.max_builds,
-                values=values,
                 untuned=verdict.untuned,
                 seconds=verdict.seconds,
             )
         return verdict
 
-    def _script(self, module: GraphModule, verdict: Verdict, *, values: bool) -> Path | None:
+    def learn_wrong(self, module: GraphModule, inputs: Sequence[Any], reason: Reason) -> Reason:
+        """Write a script of a subgraph that computes something wrong, and keep it from Inductor in later processes.
+
+        Args:
+            module: the subgraph.
+            inputs: fake tensors and symbolic sizes of it.
+            reason: what verification found.
+
+        Returns:
+            The reason with a lever that names the script.
+        """
+        with repro_script.changed_settings(self._settings):
+            script = self._script(module, inputs, reason.sentence, values=True)
+        reason = _with_script(reason, script) if script else reason
+        nodes = [node.name for node in module.graph.nodes if node.op == "call_function"]
+        self._verdicts.add(dict.fromkeys(nodes, reason), scripts=(script,) if script else (), values=True)
+        return reason
+
+    def _script(self, module: GraphModule, inputs: Sequence[Any], error: str, *, values: bool = False) -> str:
+        """Path of a script; empty if none is wanted, or none could be written."""
         if self._context.policy.verdicts == "off":
-            return None
-        piece = extract(module, verdict.smallest)
-        backward = self._context.part == "backward"
-        said = first_line(verdict.error)
+            return ""
         try:
-            return write_script(piece.module, piece.fake_inputs, said, backward=backward, values=values)
-        except OSError as error:
-            self._verdicts.unusable("bypass", f"no script was written: {error}")
-            return None
+            return str(write_script(module, inputs, error, values=values))
+        except Exception as failure:  # noqa: BLE001 - a graph that can't be written down costs the script alone
+            self._verdicts.unusable("bypass", f"no script was written: {first_line(failure)}")
+            return ""
 
 
-def with_script(reason: Reason, script: Path | str) -> Reason:
+def write_script(module: GraphModule, inputs: Sequence[Any], error: str, *, values: bool = False) -> Path:
+    """Write the reproduction script of a graph into the cache folder.
+
+    Args:
+        module: the graph; it returns a tuple.
+        inputs: fake tensors and symbolic sizes of its placeholders.
+        error: what it fails with.
+        values: whether it computes something wrong; otherwise it can't be built.
+
+    Raises:
+        Exception: the graph can't be written down, or the folder not written to.
+    """
+    names = [op_name(node) for node in module.graph.nodes if node.op == "call_function"]
+    what = "computes something else than eager for" if values else "can't build"
+    title = f"Inductor {what} {', '.join(sorted(set(names)))}: {error}"
+    text = repro_script.script_of(module, inputs, title, values=values)
+    name = re.sub(r"\W+", "_", names[-1]) if names else "graph"
+    path = folder() / FOLDER / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    if not path.exists():
+        write_whole(path, text)
+    return path
+
+
+def _with_script(reason: Reason, script: str) -> Reason:
     """A reason whose lever names a script that shows the failure."""
     return dataclasses.replace(
         reason, lever=f"{reason.lever}; `omnicomp bisect {script}` repeats it".removeprefix("; ")

@@ -22,7 +22,6 @@ from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
 from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused_by
-from omnicomp.builder.find_wrong import Suspects
 from omnicomp.builder.last_resort import run_eagerly
 from omnicomp.builder.on_failure import Setbacks
 from omnicomp.builder.partition import Piece, extract, gather_getitems, stitching
@@ -31,7 +30,7 @@ from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.builder.subgraph_checks import described, taken_together
 from omnicomp.builder.time_limit import PartBudget
-from omnicomp.errors import BudgetSpentError, EngineHungError, LoweringError, Once, first_line
+from omnicomp.errors import BudgetSpentError, LoweringError, Once, first_line
 from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
@@ -168,8 +167,7 @@ class _Builder:
             guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written, held)
             compile_fx.exchange_callable(compiled, lambda _: guard.boxed())
 
-        written = compile_fx.overwritten_inputs(compiled)
-        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0), written)
+        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0))
         if verifier is not None:
             compile_fx.exchange_callable(compiled, verifier.around)
         compile_fx.exchange_callable(compiled, lambda call: with_tf32(call, self._context))
@@ -188,12 +186,7 @@ class _Builder:
         return not_kept(compiled) if self._budget.changed else compiled
 
     def _verifier(
-        self,
-        module: GraphModule,
-        inputs: Sequence[Any],
-        subgraph: str,
-        overwritten: frozenset[str],
-        name: str = "inductor",
+        self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str = "inductor"
     ) -> Verifier | None:
         """What compares an executable with eager, if that is asked for; of engines' the first call always is."""
         context = self._context
@@ -204,9 +197,13 @@ class _Builder:
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
         if context.policy.verify not in ("first", "always") or recorded:
             return None
-        suspects = Suspects(module, inputs, context, self._setbacks, overwritten)
         return Verifier(
-            module=module, inputs=inputs, context=context, subgraph=subgraph, lowering="inductor", suspects=suspects
+            module=module,
+            inputs=inputs,
+            context=context,
+            subgraph=subgraph,
+            lowering=name,
+            on_wrong=lambda reason: self._setbacks.learn_wrong(module, inputs, reason),
         )
 
     def _guard(
@@ -268,7 +265,7 @@ class _Builder:
         """Take from a compiler beside Inductor what it fails on: all of the run where it compiles nothing at all."""
         name = run.lowering
         prober = Prober(lambda nodes: self._try(nodes, name), self._context.policy.max_builds)
-        nothing = isinstance(error, (NotImplementedError, EngineHungError))
+        nothing = isinstance(error, NotImplementedError)
         verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
         refused = refused_by(run.nodes, verdict, error, name, *described(name, self._context.device.type))
         self._refused.setdefault(name, {}).update(refused)
@@ -357,7 +354,7 @@ class _Builder:
                     guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, written, held, name)
                     result = dataclasses.replace(result, call=guard.boxed())
                 inputs, name = piece.fake_inputs, result.lowering
-                verifier = self._verifier(piece.module, inputs, subgraph, result.overwritten, name)
+                verifier = self._verifier(piece.module, inputs, subgraph, name)
                 if verifier is not None:
                     result = dataclasses.replace(result, call=verifier.around(result.call))
             call = with_tf32(result.call, self._context)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from omnicomp.lowerings import Lowering, LoweringContext
-from omnicomp.lowerings.engines import Engine
+from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.timeline import Reason
 
 __all__ = ["described", "taken_together"]
@@ -25,9 +25,9 @@ def taken_together(
         Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
         a whole is not taken; None if it is.
     """
-    if not isinstance(lowering, Engine):
+    if not isinstance(lowering, EngineLowering):
         return frozenset(), None
-    if lowering.clustering_for(context).strict:
+    if lowering.engine.clustering_for(context).strict:
         boundaries = _where_nothing_flows(nodes)
         if boundaries:
             return boundaries, None

@@ -1,6 +1,5 @@
 """`omnicomp bisect`: what is known to fail here, and whether a script that shows a failure still fails, and at what."""
 
-import runpy
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,17 +9,26 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import copy_module
+from omnicomp._torch.inductor.own_context import values_of
+from omnicomp._torch.inductor.repro_script import load_script, without_cache
+from omnicomp.analysis.accuracy import copy_of
+from omnicomp.analysis.layouts import layout_of, restride
 from omnicomp.analysis.nodes import op_name
 from omnicomp.builder.find_failing import Prober, Verdict, find_failing
 from omnicomp.builder.known_failures import Entry, entries, forget
+from omnicomp.builder.on_failure import write_script
 from omnicomp.builder.partition import extract, gather_getitems
-from omnicomp.builder.repro import write_script
-from omnicomp.errors import OmnicompError, first_line
+from omnicomp.devices import primary_device
+from omnicomp.errors import LoweringError, OmnicompError, first_line
+from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings.inductor import InductorLowering
+from omnicomp.options.policy import Policy
+from omnicomp.runtime.verify import Verifier
 from omnicomp.store import folder
+from omnicomp.timeline import Timeline
 
 __all__ = ["forget_known", "list_known", "run_script"]
 
-_NAMES: Final = ("Repro", "inputs", "trace", "build", "main")
 # A person waits for it, and wants it to the end.
 _BUILDS: Final = 500
 
@@ -65,10 +73,10 @@ def _resolved(path: str) -> str:
 
 
 def run_script(path: Path, say: Callable[[str], None]) -> int:
-    """Run a script that omnicomp wrote, and look for the nodes that fail in it.
+    """Compile the graph of a script with Inductor, compare it with eager, and look for the nodes that fail.
 
     Args:
-        path: the script.
+        path: a script that omnicomp wrote.
         say: takes each line of the answer.
 
     Returns:
@@ -80,51 +88,61 @@ def run_script(path: Path, say: Callable[[str], None]) -> int:
     if not path.is_file():
         raise OmnicompError(f"{path} is no file; omnicomp bisect lists the scripts that there are")
     try:
-        script = runpy.run_path(str(path), run_name="omnicomp_repro")
+        graph, values = load_script(path)
+    except LookupError as error:
+        raise OmnicompError(f"{path} is no script of omnicomp's: {error}") from error
     except Exception as error:
         raise OmnicompError(f"{path} can't be run: {first_line(error)}") from error
-    missing = [name for name in _NAMES if name not in script]
-    if missing:
-        raise OmnicompError(f"{path} is no script of omnicomp's: it has no {missing[0]}")
-    if script.get("VALUES"):
-        return int(script["main"]())
-    graph, fakes = script["trace"](script["inputs"]())
     gather_getitems(graph)
-    error = _failure(script, copy_module(graph), fakes)
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    error = _failure(graph, values, nodes)
     if error is None:
-        say(f"It works: torch {torch.__version__} builds it. omnicomp bisect --forget {path} lets it be tried again.")
+        say(f"It works with torch {torch.__version__}. omnicomp bisect --forget {path} lets it be tried again.")
         return 0
     say(f"It still fails with torch {torch.__version__}: {first_line(error)}")
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-    _narrow(script, graph, nodes, error, say)
+    _narrow(graph, values, nodes, error, say)
     return 1
 
 
 def _narrow(
-    script: dict[str, Any], graph: GraphModule, nodes: Sequence[Node], error: Exception, say: Callable[[str], None]
+    graph: GraphModule, values: Sequence[Any], nodes: Sequence[Node], error: Exception, say: Callable[[str], None]
 ) -> None:
-    def build(part: Sequence[Node]) -> Exception | None:
-        piece = extract(graph, part)
-        return _failure(script, piece.module, piece.fake_inputs)
-
-    verdict: Verdict = find_failing(nodes, error, Prober(build, _BUILDS))
+    prober = Prober(lambda part: _failure(graph, values, part), _BUILDS)
+    verdict: Verdict = find_failing(nodes, error, prober)
     for name in verdict.cut:
         node = next(node for node in nodes if node.name == name)
         say(f"  {name} ({op_name(node)}) fails by itself: {first_line(verdict.error)}")
     for name in sorted(verdict.boundaries):
-        say(f"  it builds in two parts, cut before {name}, and not together: {first_line(verdict.error)}")
+        say(f"  it works in two parts, cut before {name}, and not together: {first_line(verdict.error)}")
     if not verdict.smallest or len(verdict.smallest) == len(nodes):
         say(f"  nothing smaller than its {len(nodes)} operators was seen to fail")
         return
     piece = extract(graph, verdict.smallest)
-    said = first_line(verdict.error)
-    smaller = write_script(piece.module, piece.fake_inputs, said, backward=bool(script.get("IS_BACKWARD")))
-    say(f"  {len(verdict.smallest)} of {len(nodes)} operators fail{f': {smaller}' if smaller else ''}")
+    wrong = isinstance(verdict.error, LoweringError)
+    smaller = write_script(piece.module, piece.fake_inputs, first_line(verdict.error), values=wrong)
+    say(f"  {len(verdict.smallest)} of {len(nodes)} operators fail: {smaller}")
 
 
-def _failure(script: dict[str, Any], module: GraphModule, fakes: Sequence[Any]) -> Exception | None:
+def _failure(graph: GraphModule, values: Sequence[Any], nodes: Sequence[Node]) -> Exception | None:
+    """What Inductor fails with on some nodes of a graph, or how far off eager's results it is; None if it is right."""
+    piece = extract(graph, nodes)
+    tensors = [value for value in piece.fake_inputs if isinstance(value, torch.Tensor)]
+    context = LoweringContext(
+        graph_id="script",
+        part="inference",
+        device=primary_device(tensor.device.type for tensor in tensors),
+        policy=Policy(verify="first", on_error="raise"),
+        timeline=Timeline(),
+    )
+    module, inputs = copy_module(piece.module), piece.fake_inputs
+    verifier = Verifier(module=module, inputs=inputs, context=context, subgraph="it", lowering="inductor")
     try:
-        script["build"](module, fakes)
+        with without_cache():
+            built = InductorLowering().lower(piece.module, inputs, context)
+        found = values_of(graph, [copy_of(value) for value in values], piece.inputs)
+        verifier.around(built.call)(
+            [restride(value, layout_of(fake)) for value, fake in zip(found, inputs, strict=True)]
+        )
     except Exception as error:  # noqa: BLE001 - it is what the caller asks for
         return error
     return None

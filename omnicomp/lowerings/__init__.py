@@ -13,6 +13,7 @@ from omnicomp.lowerings.base import Executable, Lowering, LoweringContext, Suppo
 from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.engines import resolve_engine
+from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.lowerings.override import OverrideLowering
 
@@ -32,7 +33,7 @@ def lowering(name: str) -> Lowering:
     Raises:
         EngineError: the engine can't be loaded.
     """
-    return LOWERINGS[name] if name in LOWERINGS else resolve_engine(name)
+    return LOWERINGS[name] if name in LOWERINGS else EngineLowering(resolve_engine(name))
 
 
 def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.dynamo.forward_mode import carries_tangents
 from omnicomp._torch.inductor.compile_fx import live_inputs
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
-from omnicomp.analysis.random_state import GeneratorStates, default_generators
-from omnicomp.errors import EngineCrashedError, first_line, harmless
+from omnicomp.analysis.random_state import SEEDED, SEEDS, GeneratorStates, default_generators, draws_at_random
+from omnicomp.errors import first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
 
@@ -29,7 +29,6 @@ __all__ = [
     "Boxed",
     "Guard",
     "drawing_devices",
-    "draws_at_random",
     "draws_random_numbers",
     "obstacle",
     "recorded_as_cudagraph",
@@ -38,9 +37,6 @@ __all__ = [
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 _COLLECTIVES: Final = ("_c10d_functional.", "c10d.", "c10d_functional.", "_dtensor.", "symm_mem.")
-_SEEDS: Final = ("prims.inductor_seed", "prims.inductor_lookup_seed")
-_SEEDED: Final = ("prims.inductor_random", "prims.inductor_randint")
-_RANDOM: Final = (*_SEEDS, *_SEEDED, "rngprims.")
 _DRAWS: Final = "draws random numbers"
 # A CUDA context is of no use after these.
 _DEVICE_LOST: Final = (
@@ -90,9 +86,9 @@ def _drawn_elsewhere(node: Node, part: str) -> str:
         return "draws random numbers from a state of its own"
     if part == "inference":
         return ""
-    if name.startswith(_SEEDED) and any(_is_seed_from_outside(source) for source in node.all_input_nodes):
+    if name.startswith(SEEDED) and any(_is_seed_from_outside(source) for source in node.all_input_nodes):
         return "makes random numbers anew from a seed"
-    if name.startswith(_SEEDS) and any(user.op == "output" for user in node.users):
+    if name.startswith(SEEDS) and any(user.op == "output" for user in node.users):
         return "hands on the seed of its random numbers, from which they are made anew elsewhere"
     return ""
 
@@ -120,11 +116,6 @@ def recorded_as_cudagraph(part: str) -> Reason:
     )
 
 
-def draws_at_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
-    return _effect(node) == _DRAWS
-
-
 def draws_random_numbers(module: GraphModule) -> Node | None:
     """The first node of a graph that draws random numbers, so that another lowering would compute something else."""
     nodes = (node for node in module.graph.nodes if node.op == "call_function")
@@ -141,23 +132,11 @@ def _effect(node: Node) -> str:
     if name.startswith(_COLLECTIVES):
         return "takes part in a collective"
     schema = getattr(node.target, "_schema", None)
-    if name.startswith(_RANDOM):
-        return _DRAWS
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _drops_nothing(node):
+    if draws_at_random(node):
         return _DRAWS
     if schema is not None and schema.is_mutable:
         return "writes to a tensor in place"
     return ""
-
-
-def _drops_nothing(node: Node) -> bool:
-    """Whether it is attention that could drop weights, and is told to drop none."""
-    schema: Any = getattr(node.target, "_schema", None)
-    for position, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            default = node.kwargs.get("dropout_p", argument.default_value)
-            return bool((node.args[position] if position < len(node.args) else default) == 0)
-    return False
 
 
 @dataclasses.dataclass(eq=False)
@@ -341,7 +320,7 @@ class Guard:
 
     def _reason(self, error: Exception, sentence: str) -> Reason:
         return Reason(
-            code="engine_crashed" if isinstance(error, EngineCrashedError) else "call_failed",
+            code="call_failed",
             by=self.lowering,
             sentence=f"{sentence}: {first_line(error)}",
             observed=type(error).__name__,

@@ -6,8 +6,8 @@ Half precision is allowed what eager loses in it, and float32 what the order of 
 
 import dataclasses
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,15 +16,12 @@ from omnicomp._torch.autograd.mutations import write_targets
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp.analysis.accuracy import PRECISIONS, Judged, copy_of, judge
 from omnicomp.analysis.nodes import op_name
-from omnicomp.errors import LoweringError, first_line
+from omnicomp.errors import LoweringError, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
 from omnicomp.runtime.guard import Boxed, draws_random_numbers
 from omnicomp.timeline import Attempt, Ran, Reason, Retreat
-
-if TYPE_CHECKING:
-    from omnicomp.builder.find_wrong import Suspects  # it needs this module
 
 __all__ = ["Verifier", "in_precision"]
 
@@ -56,7 +53,7 @@ class Verifier:
         context: where it belongs.
         subgraph: its id.
         lowering: of the executable.
-        suspects: what finds the guilty node, if one is to be looked for.
+        on_wrong: called once with the reason if the executable is wrong; returns what to record.
     """
 
     module: GraphModule
@@ -64,7 +61,7 @@ class Verifier:
     context: LoweringContext
     subgraph: str
     lowering: str
-    suspects: "Suspects | None" = None
+    on_wrong: Callable[[Reason], Reason] = lambda reason: reason
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +103,6 @@ class Verifier:
             eager = self._eager_lowering()
             expected = list(eager.call(list(own)))
             exact = list(boxed(in_precision(put_references(copy_module(self.module)), dtype))(list(wide)))
-            seen = None if self.suspects is None else self.suspects.keep(inputs, self._changed)
         except Exception as error:  # noqa: BLE001 - becomes the verdict
             self.verdict, self._done = f"not verified: the reference raised {first_line(error)}", True
             return call(inputs)
@@ -125,7 +121,7 @@ class Verifier:
         if judged.worst is None:
             self.verdict = f"verified: error {judged.error:.1e}, eager's {judged.own:.1e}"
             return outputs
-        self._fail(judged, eager, seen)
+        self._fail(judged, eager)
         for index in changed:
             kept[index].copy_(own[index])
         return expected
@@ -136,7 +132,7 @@ class Verifier:
                 self._eager = EagerLowering().lower(put_references(copy_module(self.module)), self.inputs, self.context)
             return self._eager
 
-    def _fail(self, judged: Judged, eager: Executable, seen: Sequence[Any] | None = None) -> None:
+    def _fail(self, judged: Judged, eager: Executable) -> None:
         context = self.context
         output = next(iter(reversed(self.module.graph.nodes)))
         results = output.all_input_nodes
@@ -157,15 +153,8 @@ class Verifier:
         if not first:
             return
         self.verdict = f"wrong: {reason.sentence}"
-        if self.suspects is not None and seen is not None:
-            from omnicomp.builder.find_wrong import blame, record
-
-            finding = self.suspects.search(seen)
-            reason = blame(finding, reason)
-            if finding.call is not None:
-                record(finding, reason, context, self.subgraph, self.lowering)
-                self._replaced = finding.call
-                return
+        with harmless("what computed something wrong"):
+            reason = self.on_wrong(reason)
         where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
         append = context.timeline.append
         append(Retreat(**where, source_lowering=self.lowering, target_lowering="eager", reason=reason))

@@ -3,7 +3,6 @@
 Nothing here waits for a bound to pass: what is slow moves the clock that the budget reads.
 """
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -26,8 +25,6 @@ from omnicomp.builder import known_failures as verdicts
 from omnicomp.builder import time_limit
 from omnicomp.builder.known_failures import CACHE, entries
 from omnicomp.errors import BudgetSpentError, OptionError
-from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.options.policy import parse
 from omnicomp.timeline import Reason
 
@@ -358,31 +355,6 @@ def test_what_no_other_lowering_takes_is_built_without_a_bound(monkeypatch: pyte
     with spent.building([stays]):
         assert meter.active() is None
     assert seen.times == 0
-
-
-def test_a_search_for_wrong_values_has_the_same_time(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    def lower(lowering, module, inputs, context):
-        """An Inductor that takes the cosine for the sine; the second build is the first of the search."""
-        for node in module.graph.find_nodes(op="call_function", target=aten.sin.default):
-            node.target = aten.cos.default
-        seen.times += 1
-        if seen.times == 2:
-            clock.skip()
-        meter.active().check()
-        return dataclasses.replace(EagerLowering().lower(module, inputs, context), lowering="inductor")
-
-    seen = Seen()
-    monkeypatch.setattr(InductorLowering, "lower", lower)
-    order = {"*": ["inductor", "eager"], "aten.tanh": ["eager"]}
-
-    def three(x, w):
-        return (x + w).sin().tanh()
-
-    compile_and_compare(three, grad=False, lowerings=order, verify="first")
-    assert seen.times == 2
-    (retreat,) = events("retreat")
-    assert retreat.reason.code == "verification_failed"
-    assert "building took 1000." in retreat.reason.sentence
 
 
 @pytest.mark.inductor

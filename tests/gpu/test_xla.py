@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import omnicomp
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines import resolve_engine
-from omnicomp.lowerings.engines.trial import VARIABLE
 from omnicomp.timeline import Placement, Ran, Retreat
 
 pytestmark = [
@@ -33,12 +32,6 @@ NAMES = (
     "nn.functional.conv2d", "nn.functional.conv_transpose2d", "nn.functional.max_pool2d", "nn.functional.avg_pool2d",
     "nn.functional.relu", "nn.functional.embedding", "nn.functional.group_norm", "nn.functional.cross_entropy",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subgraphs are compiled in this process at once."""
-    monkeypatch.setenv(VARIABLE, "0")
 
 
 def compiled(function: Any, **options: Any) -> Callable[..., Any]:

@@ -1,7 +1,6 @@
 """Engines for tests: they run a subgraph with torch, and are broken in one way each."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -238,74 +237,6 @@ class _StatefulExecutable(Kept):
             return self.run(slot[0])
 
         return run
-
-
-class Native(Fake):
-    """Fine, and compiled code as it says."""
-
-    name = "fake_native"
-    native = True
-
-
-class Aborts(Native):
-    """Its sine aborts: never where it is called in the process of the tests, as they would end."""
-
-    name = "fake_aborts"
-
-    def call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is aten.sin.default:
-            os.abort()
-        return super().call(target, args, kwargs)
-
-
-class Segfaults(Native):
-    """Its compiler reads address 0."""
-
-    name = "fake_segfaults"
-
-    def compile(self, subgraph: Subgraph) -> EngineExecutable:
-        import ctypes
-
-        if any(node.target is aten.sin.default for node in subgraph.module.graph.nodes):
-            ctypes.string_at(0)
-        return super().compile(subgraph)
-
-
-class Hangs(Native):
-    name = "fake_hangs"
-
-    def call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        while target is aten.sin.default:
-            time.sleep(1)
-        return super().call(target, args, kwargs)
-
-
-class Exits(Native):
-    """Its library ends the process, as some do on an error."""
-
-    name = "fake_exits"
-
-    def compile(self, subgraph: Subgraph) -> EngineExecutable:
-        print("fatal: no license", flush=True)
-        os._exit(3)
-
-
-class Killed(Native):
-    name = "fake_killed"
-
-    def compile(self, subgraph: Subgraph) -> EngineExecutable:
-        os.kill(os.getpid(), 9)
-        return super().compile(subgraph)
-
-
-class Picky(Native):
-    """It raises in every process, as one does whose library refuses the graph."""
-
-    name = "fake_picky"
-
-    def compile(self, subgraph: Subgraph) -> EngineExecutable:
-        self.builds.append(Build(subgraph))
-        raise ValueError("not this graph")
 
 
 def lowerings_that_ran(events: Iterable[Any]) -> list[str]:

@@ -1,167 +1,108 @@
-"""Scripts that bring a graph to Inductor again: their text, settings that are not torch's, modules with operators."""
+"""Reproduction scripts: a graph that Inductor fails on, written and read in the form of torch's own repro tools."""
 
+import io
+import runpy
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch._inductor.config
-from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperFunctional, TritonKernelWrapperMutation
+from torch._dynamo.debug_utils import InputReader
+from torch._dynamo.repro.after_aot import save_graph_repro
 from torch._library.custom_ops import OPDEFS
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp._torch.inductor.compile_fx import config_keys
+from omnicomp._torch.fx import copy_module
 
-__all__ = [
-    "BUILD",
-    "COMPARE",
-    "TEMPLATE",
-    "changed_settings",
-    "has_user_kernels",
-    "modules_of",
-    "settings_now",
-    "size_now",
-]
+__all__ = ["changed_settings", "load_script", "script_of", "settings", "without_cache"]
 
-_PLAIN: Final = (bool, int, float, str, type(None))
+_WRITABLE: Final = (bool, int, float, str, type(None))
 _OWN: Final = ("aten", "prim", "inductor", "higher_order", "_", "c10d", "mkldnn", "quantized", "rngprims", "symm_mem")
 
 
-# The text of a script; braces that are doubled stay.
-TEMPLATE: Final = '''\
-"""{title}
+def script_of(module: GraphModule, inputs: Iterable[Any], title: str, *, values: bool = False) -> str:
+    """The text of a script that compiles a graph with Inductor, on random inputs and without data of the user's.
 
-With torch {version}: {error}
+    Args:
+        module: the graph, after autograd.
+        inputs: fake tensors and symbolic sizes of its placeholders.
+        title: a comment for its first line.
+        values: whether the script compares results with eager.
 
-Ends with status 1 if that is still so, and with 0 if not. `omnicomp bisect` runs it and looks for less that fails.
-"""
-
-import contextlib
-import math
-import operator
-import sys
-import traceback
-from math import inf, nan
-
-import torch
-import torch._inductor.config
-import torch._inductor.inductor_prims
-from torch import device
-from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx_inner
-from torch.fx.experimental.proxy_tensor import make_fx
-{imports}
-DYNAMIC = {dynamic}
-IS_BACKWARD = {backward}
-VALUES = {values}
-SETTINGS = {settings}
-
-
-def tensor(size, stride, offset, dtype, device):
-    """Random floating-point numbers, zeros otherwise."""
-    room = 1 + offset + sum((n - 1) * abs(s) for n, s in zip(size, stride)) if 0 not in size else offset
-    flat = torch.zeros(room, dtype=dtype, device=device)
-    if dtype.is_floating_point or dtype.is_complex:
-        flat.copy_(torch.randn(room, dtype=torch.complex64 if dtype.is_complex else torch.float32))
-    return torch.as_strided(flat, size, stride, offset)
-
-
-{classes}
-def inputs():
-    torch.manual_seed(0)
-    return [
-{inputs}    ]
-
-
-def trace(values):
-    """The graph with fake values, and those of its inputs, as Inductor gets them."""
-    graph = make_fx(Repro(), tracing_mode="symbolic" if DYNAMIC else "fake")(*values)
-    nodes = graph.graph.find_nodes(op="placeholder")
-    return graph, [node.meta.setdefault("val", value) for node, value in zip(nodes, values)]
-
-
-def build(graph, fakes):
-    """What Inductor makes of a graph; raises if it can't."""
-    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, torch.Tensor)), None)
-    options = {{name: value for name, value in SETTINGS.items() if hasattr(torch._inductor.config, name)}}
-    options["fx_graph_cache"] = False
-    with torch._inductor.config.patch(options), tracing(TracingContext(mode)), mode or contextlib.nullcontext():
-        return compile_fx_inner(graph, fakes, is_backward=IS_BACKWARD, is_inference=not IS_BACKWARD)
-
-
-def main():
-    try:
-        {main}
-    except Exception:
-        traceback.print_exc()
-        print("It still fails.", file=sys.stderr)
-        return 1
-    print("It works.")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-'''
-
-BUILD: Final = "build(*trace(inputs()))"
-COMPARE: Final = """values = inputs()
-        compiled = build(*trace(values))
-        wide = [v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in values]
-        eager, exact = Repro()(*values), Repro()(*wide)
-        found = compiled(list(values))
-        for index, (got, own, true) in enumerate(zip(found, eager, exact)):
-            error, allowed = ((value.double() - true.double()).norm() for value in (got, own))
-            if not error <= 4 * allowed + 1e-3 * true.double().norm():
-                raise ValueError(f"result {index} is off by {float(error):.3g}, eager's by {float(allowed):.3g}")"""
-
-
-def settings_now() -> dict[str, Any]:
-    """Inductor's settings that differ from torch's defaults at this moment."""
-    config: Any = torch._inductor.config
-    current = config.get_config_copy()
-    return {key: current[key] for key in config_keys() if not config._is_default(key)}
-
-
-def changed_settings() -> dict[str, Any]:
-    """Those of them that can be written down: numbers, texts, and lists and dictionaries of such."""
-    return {key: value for key, value in settings_now().items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, _PLAIN)
-
-
-def has_user_kernels(targets: Iterable[Any]) -> bool:
-    """Whether a graph calls Triton kernels of the user's, which live in a table of the process."""
-    return any(isinstance(t, (TritonKernelWrapperFunctional, TritonKernelWrapperMutation)) for t in targets)
-
-
-def modules_of(targets: Iterable[Any]) -> tuple[list[str], list[str]]:
-    """Where the operators of a graph come from that are not torch's.
-
-    Returns:
-        Modules to import, and operators of which none is known that registers them.
+    Raises:
+        Exception: the graph can't be written down.
     """
-    modules: set[str] = set()
-    unknown: set[str] = set()
-    for target in targets:
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace.startswith(_OWN):
-            continue
-        definition = OPDEFS.get(target._schema.name)
-        module = getattr(getattr(definition, "_init_fn", None), "__module__", "")
-        if module and module != "__main__":
-            modules.add(module)
-        else:
-            unknown.add(target._schema.name)
-    return sorted(modules), sorted(unknown)
+    made = copy_module(module)
+    for node in made.graph.find_nodes(op="get_attr"):
+        value = getattr(made, str(node.target), None)
+        if isinstance(value, torch.Tensor):
+            # Torch writes small constants with their values.
+            setattr(made, str(node.target), torch.ones_like(value))
+    text = io.StringIO()
+    text.writelines(f"{line}\n" for line in (f"# {' '.join(title.split())}", *_imports(made)))
+    with torch._inductor.config.patch(_defaults_of_the_unwritable()):
+        save_graph_repro(text, made, list(inputs), "inductor", accuracy=values)
+    compile(text.getvalue(), "<script>", "exec")
+    return text.getvalue() + "\n"
 
 
-def size_now(value: Any) -> int | None:
-    """A size as it was when the graph was traced; None if that depends on data. Adds no guard."""
-    if not isinstance(value, torch.SymInt):
-        return int(value)
-    hint = value.node.hint if value.node.has_hint() else None
-    return None if hint is None else int(hint)
+def load_script(path: Path) -> tuple[GraphModule, list[Any]]:
+    """The graph of a script, with fake values on its nodes, and random inputs.
+
+    Raises:
+        LookupError: the file is no such script.
+        Exception: what running the file raises.
+    """
+    found = runpy.run_path(str(path), run_name="omnicomp_repro")
+    missing = [name for name in ("mod", "load_args") if name not in found]
+    if missing:
+        raise LookupError(f"it has no {missing[0]}")
+    reader = InputReader()
+    found["load_args"](reader)
+    mode = "symbolic" if any(type(value) is int for value in reader.args) else "fake"
+    return make_fx(found["mod"], tracing_mode=mode)(*reader.args), reader.args
+
+
+def settings() -> dict[str, Any]:
+    """Inductor's settings that differ from torch's defaults now."""
+    config: Any = torch._inductor.config
+    return {name: getattr(config, name) for name in config._config if not config._is_default(name)}
+
+
+def changed_settings(values: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Inside, Inductor's settings are those that `settings` returned."""
+    return torch._inductor.config.patch(values)
+
+
+def without_cache() -> AbstractContextManager[Any]:
+    """Inside, Inductor neither reads nor writes its cache of graphs."""
+    return torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+
+
+def _defaults_of_the_unwritable() -> dict[str, Any]:
+    """The defaults of settings whose values are no text in a script, such as a custom partitioner."""
+    config: Any = torch._inductor.config
+    return {name: config._config[name].default for name, value in settings().items() if not _is_writable(value)}
+
+
+def _is_writable(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_writable, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_writable(item) for key, item in value.items())
+    return isinstance(value, _WRITABLE)
+
+
+def _imports(module: GraphModule) -> list[str]:
+    """Lines that import what registers custom operators of a graph."""
+    lines: dict[str, None] = {}
+    for target in (node.target for node in module.graph.nodes if node.op == "call_function"):
+        if isinstance(target, torch._ops.OpOverload) and not target.namespace.startswith(_OWN):
+            definition = OPDEFS.get(target._schema.name)
+            name = getattr(getattr(definition, "_init_fn", None), "__module__", "__main__")
+            line = f"import {name}" if name != "__main__" else f"# Import what registers {target._schema.name} here."
+            lines[line] = None
+    return sorted(lines)

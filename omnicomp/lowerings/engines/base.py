@@ -1,7 +1,6 @@
 """The contract of an engine: which operators it takes, and how it compiles a subgraph of them.
 
-Around it, the same for every engine: clustering (`clustering`), building for the shapes of a call and following the
-weights (`program`), and the cache (`store`).
+`program.EngineLowering` is the lowering of an engine: building for the shapes of a call, and following the weights.
 """
 
 import abc
@@ -10,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.fx import copy_module
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.errors import EngineError
-from omnicomp.lowerings.base import Executable, LoweringContext, Support
-from omnicomp.lowerings.eager import eager_executable, prepare
+from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.operators import Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
@@ -68,8 +65,8 @@ class Engine(abc.ABC):
         copies: whether its executables have copies of the weights that are built in, so that weights of the same
             contents may share one; else it is for the tensors alone that it was made of, whose memory it may read.
         bakes: whether weights are given to `compile` as constants where they can be followed.
-        native: whether its library is compiled code that could take the process with it: a subgraph is then tried in
-            a process of its own before it is first run in this one.
+        native: whether its library has threads or locks of its own, which a forked process would lack: it is not
+            called there if it was used before the fork.
         decompositions: operator to decomposition, applied to a subgraph before it is compiled; what they are made of
             is to be in `operators`.
         operators: which operators it takes; each subclass has its own, with what it inherits.
@@ -105,8 +102,6 @@ class Engine(abc.ABC):
 
         return declare
 
-    # What an engine writes.
-
     @abc.abstractmethod
     def missing(self) -> str:
         """One sentence on why it can't be used here and what to install; empty if it can. It never raises."""
@@ -134,8 +129,6 @@ class Engine(abc.ABC):
             Exception: anything; the subgraph is compiled again.
         """
         raise NotImplementedError(f"the engine {self.name} keeps nothing")
-
-    # What the ladder calls.
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Whether the engine takes a node, before anything is built: None, or why not."""
@@ -165,23 +158,6 @@ class Engine(abc.ABC):
         if sentence:
             return self._refused(node, sentence)
         return self._tensors(node, entry.dtypes if entry.dtypes is not None else clustering.dtypes)
-
-    def accepts(self, nodes: Sequence[Node], context: LoweringContext) -> Support:
-        """Whether it takes neighbouring nodes as one subgraph, all of which it takes: None, or why not."""
-        sentence = self.clustering_for(context).refusal(nodes)
-        return self._reason("cluster_refused", sentence) if sentence else None
-
-    def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
-        """Compile a subgraph for the weights of the call that is being compiled for, if they are known."""
-        from omnicomp.lowerings.engines.program import Program  # it needs this module
-
-        layouts, operators = prepare(copy_module(module))  # what it changes is for eager alone
-        program = Program(self, module, inputs, context)
-        program.build()
-        built = eager_executable(program, layouts, operators)
-        return dataclasses.replace(
-            built, lowering=self.name, attest=program.attest, workspace_bytes=program.workspace_bytes
-        )
 
     def clustering_for(self, context: LoweringContext) -> Clustering:
         """Its clustering with the user's options.

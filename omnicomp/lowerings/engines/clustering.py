@@ -1,6 +1,7 @@
 """Which subgraphs an engine gets: the options of clustering, and why one is not handed over."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from omnicomp.errors import EngineError, nearest
 __all__ = ["DYNAMIC", "Clustering", "is_call"]
 
 DYNAMIC: Final = ("refused", "classes", "batch", "any")
+_DEPRECATED: Final = frozenset({"trial", "trial_seconds"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,6 @@ class Clustering:
             the sizes never repeat.
         workspace_bytes: memory that an engine may use beside inputs and outputs; None for no limit. It is handed to
             engines whose library has such a setting; others ignore it.
-        trial: whether a subgraph is compiled and run once in a process of its own before a native engine gets it here
-            for the first time on this machine (`omnicomp.lowerings.engines.trial`).
-        trial_seconds: how long that may take before the engine counts as hung.
     """
 
     smallest: int = 1
@@ -54,9 +53,6 @@ class Clustering:
     sizes: tuple[int | None, int | None] = (None, None)
     most_classes: int = 8
     workspace_bytes: int | None = None
-    # What is compiled does not depend on these, so that they are in no key.
-    trial: bool = dataclasses.field(default=True, repr=False, compare=False)
-    trial_seconds: float = dataclasses.field(default=120.0, repr=False, compare=False)
 
     def changed(self, engine: str, values: Mapping[str, Any]) -> "Clustering":
         """The same with some of a user's values.
@@ -65,6 +61,10 @@ class Clustering:
             EngineError: there is no such option, or a value is of another type than the default.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in _DEPRECATED & set(values):
+            text = f"option {name} of the engine {engine} has no effect any more: engines are not tried in a process"
+            warnings.warn(f"{text} of their own", DeprecationWarning, stacklevel=2)
+        values = {name: value for name, value in values.items() if name not in _DEPRECATED}
         for name, value in values.items():
             if name not in fields:
                 raise EngineError(f"the engine {engine} has no option {name!r}{nearest(name, fields)}")
@@ -149,8 +149,6 @@ def _fits(name: str, value: Any, default: Any) -> bool:
         return value in DYNAMIC
     if name == "workspace_bytes":
         return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
-    if name == "trial_seconds":
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
     if name == "sizes":
         ends = isinstance(value, (tuple, list)) and len(value) == 2
         return ends and all(end is None or (isinstance(end, int) and end >= 0) for end in value)

@@ -14,11 +14,11 @@ from torch.fx import Node
 from omnicomp._torch.inductor.compile_fx import has_inductor
 from omnicomp._torch.inductor.frozen import compile_frozen, inductor_settings
 from omnicomp.analysis.nodes import op_name
+from omnicomp.analysis.random_state import draws_at_random
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.subgraph import Subgraph
-from omnicomp.runtime.guard import draws_at_random
 
 __all__ = ["FrozenInductor", "FrozenSettings", "uses_tanh"]
 

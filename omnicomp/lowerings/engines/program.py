@@ -16,23 +16,23 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor.own_context import apart, is_symbolic, with_fixed_sizes
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.errors import EngineError
-from omnicomp.lowerings.base import LoweringContext
+from omnicomp.lowerings.base import Executable, LoweringContext, Support
+from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.store import key_of, store
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes
-from omnicomp.lowerings.engines.trial import is_wanted, try_apart
 from omnicomp.options.digest import package_digest, version
 from omnicomp.timeline import Reason, Retreat
 from omnicomp.weights.baked import Constants, fixable
 
-__all__ = ["Program"]
+__all__ = ["EngineLowering", "Program"]
 
 
 class _Process:
@@ -56,6 +56,36 @@ _REBUILDS: Final = 3
 _PATIENCE: Final = 20
 # Of one subgraph: how many sets of weights are built in at a time, as in a model of equal layers compiled one by one.
 _SETS: Final = 64
+
+
+@dataclasses.dataclass
+class EngineLowering:
+    """The lowering of an engine: what the builder calls."""
+
+    engine: Engine
+    name: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.engine.name
+
+    def supports(self, node: Node, context: LoweringContext) -> Support:
+        """Whether the engine takes a node, before anything is built: None, or why not."""
+        return self.engine.supports(node, context)
+
+    def accepts(self, nodes: Sequence[Node], context: LoweringContext) -> Support:
+        """Whether the engine takes neighbouring nodes as one subgraph, all of which it takes: None, or why not."""
+        sentence = self.engine.clustering_for(context).refusal(nodes)
+        return Reason(code="cluster_refused", by=self.name, sentence=sentence) if sentence else None
+
+    def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
+        """Compile a subgraph for the weights of the call that is being compiled for, if they are known."""
+        layouts, operators = prepare(copy_module(module))  # what it changes is for eager alone
+        program = Program(self.engine, module, inputs, context)
+        program.build()
+        built = eager_executable(program, layouts, operators)
+        return dataclasses.replace(
+            built, lowering=self.name, attest=program.attest, workspace_bytes=program.workspace_bytes
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -257,12 +287,7 @@ class Program:
         subgraph = self._subgraph(inputs)
         engine = self._engine
 
-        trial = ""
-
         def make() -> EngineExecutable:
-            nonlocal trial
-            if is_wanted(engine, subgraph):
-                trial = f", {try_apart(engine, subgraph, self._context.policy.verdicts)}"
             return _checked(engine.compile(subgraph), engine)
 
         keeps = type(engine).loads is not Engine.loads
@@ -288,7 +313,7 @@ class Program:
             made, source = make(), "compiled"  # an id says nothing about the contents in a later call
         if constants is not None:
             constants.built()
-        built = _Built(executable=made, constants=constants, source=f"{source}{trial}", positions=self._positions())
+        built = _Built(executable=made, constants=constants, source=source, positions=self._positions())
         self._built[(*sizes, id(weights[0]) if weights else 0)] = built
         self._last = built
         return built

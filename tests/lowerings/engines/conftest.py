@@ -1,4 +1,4 @@
-"""Engines are not tried in another process in each of these tests; those of the trial itself ask for it."""
+"""Each test of engines begins with nothing compiled, and with the declared engines alone."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,12 @@ import pytest
 
 from omnicomp.lowerings import engines
 from omnicomp.lowerings.engines.store import store
-from omnicomp.lowerings.engines.trial import VARIABLE
 from omnicomp.options import engine_names
 
 
 @pytest.fixture(autouse=True)
 def fresh_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing compiled is left from other tests, and engines that a test has installed are gone behind it."""
-    monkeypatch.setenv(VARIABLE, "0")
     store.clear()
     yield
     monkeypatch.undo()

@@ -13,6 +13,7 @@ from omnicomp.cli.doctor import examine
 from omnicomp.errors import EngineError, OptionError
 from omnicomp.lowerings import in_order, lowering
 from omnicomp.lowerings.engines import resolve_engine
+from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.lowerings.engines.toy import ToyEngine
 from omnicomp.options import engine_names
 from omnicomp.options.engine_names import BUILT_IN
@@ -40,7 +41,7 @@ def test_an_engine_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = resolve_engine("fake")
     assert type(engine) is fake.Fake
     assert resolve_engine("fake") is engine
-    assert lowering("fake") is engine
+    assert lowering("fake") == EngineLowering(engine)
     x = torch.randn(3)
     options: dict[str, Any] = {"lowerings": ["fake", "eager"]}
     torch.testing.assert_close(torch.compile(torch.exp, backend="omni", options=options)(x), x.exp())

@@ -299,7 +299,6 @@ class Native(fake.Fake):
 def test_a_process_that_was_forked_runs_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads are gone there, and a call would wait for them for good."""
     fake.installed(monkeypatch, Native)
-    monkeypatch.setenv("OMNICOMP_ENGINE_TRIAL", "0")
     model = network()
     call = compiled(model, "fake_native", on_error="retreat")
     with torch.no_grad():

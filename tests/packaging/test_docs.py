@@ -1,0 +1,99 @@
+"""The pages: links and anchors resolve, and the files and names that they mention exist."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    ROOT / name
+    for name in subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()
+    if (ROOT / name).is_file() and not name.startswith("tests/data/")
+)  # fmt: skip
+NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]
+FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/[\w-]+\.(?:py|md|json|toml|js|css|cpp|h)")
+NEW_FILE = re.compile(r"^\*\*\d+\. .*\n", re.MULTILINE)  # a step of a recipe: it names what the reader writes
+FOLDERS = (
+    "",
+    "omnicomp",
+    "docs",
+    *(f"omnicomp/cli/templates/{path}" for path in ("device", "device/package", "engine")),
+)
+DESIGN = (ROOT / "docs" / "design.md", ROOT / "docs" / "glossary.md")
+SOURCES = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "omnicomp").rglob("*.py"))
+DOTTED = re.compile(r"omnicomp(?:\.\w+)+")
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.add(
+            slug if slug not in found else next(f"{slug}-{n}" for n in range(1, 99) if f"{slug}-{n}" not in found)
+        )
+    return found
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def exists(dotted: str) -> bool:
+    """Whether a name is a module, something in one, or a name that the sources spell out: of a logger, a group."""
+    module, rest = ROOT, dotted.split(".")
+    while rest and (module / rest[0]).is_dir():
+        module /= rest.pop(0)
+    if rest and (module / f"{rest[0]}.py").is_file():
+        module /= f"{rest.pop(0)}.py"
+    text = (module if module.is_file() else module / "__init__.py").read_text(encoding="utf-8")
+    return not rest or re.search(rf"\b{rest[0]}\b", text) is not None or f'"{dotted}"' in SOURCES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_and_anchors_resolve(page: Path) -> None:
+    broken: list[str] = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", NOW, ids=name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = {code for code in CODE.findall(NEW_FILE.sub("", prose(page))) if FILE.fullmatch(code)}
+    folders = [page.parent, *(ROOT / folder for folder in FOLDERS)]
+    assert not {
+        file
+        for file in named
+        if not any((folder / (file + end)).is_file() for folder in folders for end in ("", ".in"))
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in NOW if page.parent.name == "adr" or page in DESIGN], ids=name)
+def test_modules_that_are_named_alone_exist(page: Path) -> None:
+    named = set(re.findall(r"`(\w+\.py)`", prose(page)))
+    assert not {file for file in named if not any((ROOT / "omnicomp").rglob(file))}
+
+
+@pytest.mark.parametrize("page", [page for page in NOW if page.name != "ecosystem.md"], ids=name)  # loggers and spans
+def test_python_names_exist(page: Path) -> None:
+    named = {dotted for code in CODE.findall(prose(page)) for dotted in DOTTED.findall(code)}
+    assert not {dotted for dotted in named if not exists(dotted)}
