@@ -136,4 +136,5 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ""
 
 
-sys.meta_path.append(_MovedModules())
+# Before the finder of files, which would make second copies of the modules inside of a package that moved.
+sys.meta_path.insert(0, _MovedModules())
