@@ -97,3 +97,7 @@ def test_modules_that_are_named_alone_exist(page: Path) -> None:
 def test_python_names_exist(page: Path) -> None:
     named = {dotted for code in CODE.findall(prose(page)) for dotted in DOTTED.findall(code)}
     assert not {dotted for dotted in named if not exists(dotted)}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
