@@ -1,11 +1,14 @@
 # Two commands do everything on a machine that has Python 3.11 and a C++ compiler: `make demo` and `make test`.
+# `make test WORKERS=8` on a machine of eight cores.
 
 PYTHON ?= python3.11
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-torch lint format bench clean
+.PHONY: demo test test-rest test-all test-torch lint format bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,8 +20,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## compile a real model, compare it with Inductor, print the audit and write examples/audit.html
 	$(BIN)/python examples/llama.py --audit examples/audit.html
 
-test: $(INSTALLED)  ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## the fast tier: each behaviour once
+	$(PYTEST) -m "not slow"
+
+test-rest: $(INSTALLED)  ## what the fast tier leaves out, and more of the cases that tests draw themselves
+	$(PYTEST) -m "slow or drawn" --hypothesis-profile=many
+
+test-all: $(INSTALLED)  ## every test
+	$(PYTEST) --hypothesis-profile=many
 
 TORCH ?= 2.11.0
 test-torch:  ## the devices' tests with another torch, in an environment of its own: make test-torch TORCH=2.15.0

@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.audit import Audit, build
@@ -97,10 +97,6 @@ def outcome(path: Path) -> str:
     return sentence
 
 
-FIXTURE = settings(suppress_health_check=list(HealthCheck), max_examples=80, deadline=None)
-
-
-@FIXTURE
 @given(data=st.data())
 def test_timelines_with_other_values(make_events: Make, tmp_path: Path, data: st.DataObject) -> None:
     events = [event.to_dict() for event in make_events()]
@@ -110,7 +106,6 @@ def test_timelines_with_other_values(make_events: Make, tmp_path: Path, data: st
     outcome(path)
 
 
-@FIXTURE
 @given(data=st.data())
 def test_reports_with_other_values(make_events: Make, tmp_path: Path, data: st.DataObject) -> None:
     report = json.loads(build(make_events()).to_json())
@@ -119,7 +114,6 @@ def test_reports_with_other_values(make_events: Make, tmp_path: Path, data: st.D
     outcome(path)
 
 
-@FIXTURE
 @given(content=st.binary(max_size=400) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "report.json"
@@ -127,7 +121,6 @@ def test_any_bytes(tmp_path: Path, content: bytes) -> None:
     outcome(path)
 
 
-@FIXTURE
 @given(cut=st.integers(1, 3000), tail=st.binary(max_size=20))
 def test_reports_that_are_cut_short(make_events: Make, tmp_path: Path, cut: int, tail: bytes) -> None:
     path = tmp_path / "report.json"
@@ -136,7 +129,6 @@ def test_reports_that_are_cut_short(make_events: Make, tmp_path: Path, cut: int,
     assert outcome(path) != "report"
 
 
-@FIXTURE
 @given(contents=st.lists(st.binary(max_size=60), max_size=3))
 def test_folders(make_events: Make, tmp_path: Path, contents: list[bytes]) -> None:
     for old in tmp_path.iterdir():

@@ -1,14 +1,13 @@
 """Wherever nodes can't be built, those alone are in eager: several at once, forward and backward, chosen at random."""
 
 import operator
-import os
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import examples, generator
 from faults import pretended
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from omnicomp.backend import autograd
 
 # Each of several nodes is found by a search of its own.
 OPTIONS = {"summary": False, "verify": "off", "max_builds": 200, "verdicts": "off"}
-SETS = 60 if os.environ.get("OMNICOMP_WIDE") else 6
 
 
 def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -58,13 +56,14 @@ def operators(training: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, list
     return found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_exactly_the_nodes_that_fail_are_in_eager(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = operators(training, monkeypatch)
     assert set(parts) == ({"forward", "backward"} if training else {"inference"})
     assert all(len(names) > 15 for names in parts.values())
-    numbers = random.Random(4)
-    for _ in range(SETS):
+    numbers = generator("failing nodes")
+    for _ in range(examples(4)):
         bad = {part: set(numbers.sample(names, numbers.randint(1, 6))) for part, names in parts.items()}
         with pretended(lambda part, names, bad=bad: bool(names & bad[part])):
             run(training)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
@@ -61,7 +61,6 @@ def runs(nodes: Sequence[Node], cut, boundaries) -> list[list[Node]]:
     return [run for run in found if run]
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
 def test_exactly_the_failing_nodes_are_cut(case: tuple[int, set[int]]) -> None:
     length, bad = case
@@ -72,7 +71,6 @@ def test_exactly_the_failing_nodes_are_cut(case: tuple[int, set[int]]) -> None:
     assert len(tried) <= len(bad) * (length.bit_length() + 1)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 24).flatmap(lambda n: st.tuples(*[st.just(n), *[st.integers(0, n - 1)] * 2])))
 def test_two_nodes_that_fail_only_together_are_parted_and_stay(case: tuple[int, int, int]) -> None:
     length, one, two = case

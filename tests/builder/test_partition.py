@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -195,7 +195,6 @@ CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=4),
     calls=st.integers(1, 2),

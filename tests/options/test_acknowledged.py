@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.errors import AcknowledgeError
@@ -113,7 +113,6 @@ VALUES = st.recursive(
 ENTRIES = st.fixed_dictionaries({}, optional={key: VALUES for key in ("selector", "reason", "expires", "expire")})
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=VALUES | st.fixed_dictionaries({"acknowledge": st.lists(ENTRIES | VALUES, max_size=4) | VALUES}))
 def test_any_table_gives_entries_that_are_whole_and_problems_of_one_line(
     table: Any, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +139,6 @@ class _Loaded:
         return self.data
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     text=st.text() | st.text(alphabet="[]=\"'\n.#{},tolmnicpackwedg0123456789- ", max_size=80).map(lambda t: GOOD + t)
 )
@@ -155,7 +153,6 @@ def said(read: Callable[[], Acknowledged]) -> tuple[str, ...]:
         return (str(error),)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=60))
 def test_any_bytes_give_a_list_or_one_sentence(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_bytes(data)

@@ -13,7 +13,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from lacking import Lacking, legalised
 from torch import Tensor
@@ -203,7 +203,6 @@ def assert_within(actual: Tensor, tracked: Tracked, what: str) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(devices(), steps, st.lists(st.sampled_from(FLOATS), min_size=1, max_size=3), st.integers(0, 99), st.booleans())
 def test_random_programs_run_and_stay_within_the_bound(device, program, dtypes, seed, training):
     dtypes = [d for d in dtypes if d not in device.unstored]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.errors import OmnicompError, TimelineError
@@ -59,7 +59,6 @@ def read(path: Path) -> tuple[list[Event], int] | str:
         return str(error)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
 @given(lines=st.lists(LINES, max_size=6), last=st.booleans())
 def test_any_bytes_give_events_or_one_sentence(tmp_path: Path, lines: list[bytes], last: bool) -> None:
     path = tmp_path / "t.jsonl"
@@ -74,7 +73,6 @@ def test_any_bytes_give_events_or_one_sentence(tmp_path: Path, lines: list[bytes
         assert len(events) + torn <= sum(line.count(b"\n") + 1 for line in lines)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(st.binary(max_size=4000))
 def test_any_file_gives_events_or_one_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.jsonl"
@@ -83,7 +81,6 @@ def test_any_file_gives_events_or_one_sentence(tmp_path: Path, content: bytes) -
     assert found == ([], 0) if not content.strip() else isinstance(found, (str, tuple))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(cut=st.integers(0, 1000), where=st.integers(0, len(GOOD) - 1))
 def test_cutting_a_line_short_costs_that_line_alone(tmp_path: Path, cut: int, where: int) -> None:
     path = tmp_path / "t.jsonl"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.audit import Audit, build
@@ -273,7 +273,6 @@ NODES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(nodes=NODES, allow=st.lists(st.sampled_from(["aten.a", "l.0", "l", "aten.*", "x"]), max_size=2))
 def test_everything_that_fell_back_has_one_state_and_allowing_more_counts_less(
     nodes: list[NodePlacement], allow: list[str]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import golden
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -137,7 +137,6 @@ def rendered(text: str) -> str:
 TEXT = st.text() | st.sampled_from([NASTY, "]]>", "::error::", "a|b", "`", "\\|", "@a", "#1", "https://x.y", "www.x.y"])
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=TEXT)
 def test_markdown_shows_text_and_obeys_nothing(text: str) -> None:
     shown = markdown(text)
@@ -150,7 +149,6 @@ def test_markdown_shows_text_and_obeys_nothing(text: str) -> None:
     assert rendered(shown) == " ".join("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text).split())
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=TEXT)
 def test_other_escapes(text: str) -> None:
     assert re.search(r"[\r\n]", github_data(text)) is None
@@ -164,7 +162,6 @@ def test_other_escapes(text: str) -> None:
     assert code("") == ""
 
 
-@settings(max_examples=40, deadline=None)
 @given(name=TEXT.filter(bool))
 def test_any_name_gives_views_that_hold(name: str) -> None:
     found = [judge(hostile(name), name=name)]
@@ -188,7 +185,6 @@ OWN_MARKUP = {
 }
 
 
-@settings(max_examples=60, deadline=None)
 @given(name=TEXT.filter(bool))
 @example(name=NASTY)
 def test_a_parser_of_markdown_finds_no_markup_but_that_of_the_view(name: str) -> None:

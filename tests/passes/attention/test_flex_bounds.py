@@ -3,7 +3,7 @@
 import pytest
 import torch
 from flex_forms import BOOL, apply, at, both, causal_term, compare, index, number, read, window
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.passes.attention.flex_blocks import find_blocks, grid
@@ -123,7 +123,6 @@ def numbers(draw):
     return apply(operation, one, leaf(draw(integers))) if operation else one
 
 
-@settings(max_examples=150, deadline=None)
 @given(predicates(), st.integers(0, 3))
 def test_bounds_contain_every_pair(term, seed):
     generator = torch.Generator().manual_seed(seed)

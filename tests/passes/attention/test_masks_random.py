@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from mask_terms import Site, apply, cast, number, read, symbols, values
 
@@ -115,7 +115,6 @@ def tables_of_claims(mask: Mask, table: np.ndarray, sizes: dict[Any, int]) -> No
         assert (offset.subs(sizes) if hasattr(offset, "subs") else offset) == keys - queries
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, database=None)
 @given(predicates(ATOMS), st.integers(1, 6), st.integers(1, 6))
 def test_of_known_sizes_everything_is_found_and_nothing_else(recipe: Any, queries: int, keys: int) -> None:
     site = Site(queries, keys)
@@ -131,7 +130,6 @@ def test_of_known_sizes_everything_is_found_and_nothing_else(recipe: Any, querie
     assert (values(mask.term, site.axes) == table).all()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(predicates(ATOMS), st.sampled_from(["same", "both", "past"]))
 def test_of_symbolic_sizes_what_is_claimed_holds_for_all(recipe: Any, sizes: str) -> None:
     environment, (one, two) = symbols(5, 7)
@@ -145,7 +143,6 @@ def test_of_symbolic_sizes_what_is_claimed_holds_for_all(recipe: Any, sizes: str
             tables_of_claims(mask, values(build(recipe, known), known.axes), {one.node.expr: a, two.node.expr: b})
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(predicates(st.one_of(ATOMS, DATA)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_with_data_what_is_claimed_holds_for_all_data(recipe: Any, queries: int, keys: int, seed: int) -> None:
     site = Site(queries, keys)

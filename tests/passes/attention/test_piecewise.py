@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mask_terms import Site, apply, cast, number, read, values
 
@@ -194,7 +194,6 @@ def chain(found: Piecewise, site: Site, data: dict[str, np.ndarray]) -> np.ndarr
     return total
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(TERMS, st.integers(0, 2**32 - 1))
 def test_pieces_give_the_values_of_the_term(recipe: Any, seed: int) -> None:
     site = Site(4, 5)
