@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import examples
 from functorch.compile import min_cut_rematerialization_partition
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -195,6 +196,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
+@settings(max_examples=examples(8))
 @given(
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=4),
     calls=st.integers(1, 2),
