@@ -99,5 +99,14 @@ def test_python_names_exist(page: Path) -> None:
     assert not {dotted for dotted in named if not exists(dotted)}
 
 
+def test_the_way_of_a_graph_names_what_is_there() -> None:
+    (screen,) = re.findall(r"## The way of a graph\n\n```\n(.*?)```", DESIGN[0].read_text(encoding="utf-8"), re.DOTALL)
+    steps = re.findall(r"^ +(\S+\.py) +(\w+)", screen, re.MULTILINE)
+    assert len(steps) > 10
+    for file, function in steps:
+        text = (ROOT / "omnicomp" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(def|class) {function}\b", text, re.MULTILINE), (file, function)
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
