@@ -1,10 +1,13 @@
 """Seeing what happens to a parameter: who shares its memory, and when it may have been written without being counted.
 
-`.data` gives a tensor of the same memory with a version counter of its own, so a write through it leaves the
-parameter's `_version` as it was. While parameters are observed, `torch.nn.Parameter` has a property of that name, which
-tells the observer and then asks torch's own. Nor do fused optimizers count what they write (seen with torch 2.13), so
-every step of an optimizer is told, too; nor `torch._foreach_lerp_` on a GPU (a copy was stale after it with torch
-2.11), so all functions of that family are.
+A parameter's `_version` counts in-place operations, except these, which are reported while parameters are observed:
+
+- writes through `.data`, which is a tensor of the same memory with a version counter of its own:
+  `torch.nn.Parameter` gets a property of that name, which reports and then asks torch's own;
+- fused optimizers (torch 2.11 to 2.13): a hook that torch offers runs after each step of an optimizer;
+- `torch._foreach_lerp_` with a number and `torch._foreach_zero_` on CUDA, whose kernels alone of all in-place
+  `_foreach` functions don't call `increment_version` (`aten/src/ATen/native/cuda/Foreach{TernaryOp,UnaryOp}.cu`, torch
+  2.11 to 2.13): they are wrapped.
 """
 
 import functools
@@ -40,7 +43,8 @@ __all__ = [
 
 _DATA: Final[Any] = torch._C.TensorBase.data
 _hooks: Final[list[Any]] = []
-_foreach: Final[dict[str, Any]] = {}
+_UNCOUNTED: Final = ("_foreach_lerp_", "_foreach_zero_")
+_originals: Final[dict[str, Any]] = {}
 
 owners: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 """How many tensors and other objects hold a storage, given `StorageWeakRef.cdata`; 0 if it is freed."""
@@ -70,9 +74,11 @@ owns_alone: Final[int] = _of_one_tensor()
 def observe(seen: Callable[[Tensor], None], written: Callable[[Sequence[Tensor]], None]) -> None:
     """Call back when Python takes or sets the `.data` of a parameter, or something writes that may not be counted.
 
-    That is a step of an optimizer, and a function on lists of tensors, which tells `written` what it has written.
-
     Not seen are `torch.Tensor.data.__get__(p)` and what C++ does; nor a subclass with a `data` of its own.
+
+    Args:
+        seen: gets a parameter whose `.data` is taken or set, or that an optimizer made a step with.
+        written: gets the tensors that a function on lists of tensors has written.
     """
 
     def get_data(self: Tensor) -> Tensor:
@@ -94,19 +100,18 @@ def observe(seen: Callable[[Tensor], None], written: Callable[[Sequence[Tensor]]
     _hooks.append(register_optimizer_step_post_hook(hook))
     Parameter.data = property(get_data, set_data, None, _DATA.__doc__)  # type: ignore[assignment,misc]
     settle_dynamo()  # its tables know these functions by identity
-    for name in dir(torch):
-        if name.startswith("_foreach_") and name.endswith("_"):
-            _foreach[name] = getattr(torch, name)
-            setattr(torch, name, _telling(_foreach[name], written))
+    for name in _UNCOUNTED:
+        _originals[name] = getattr(torch, name)
+        setattr(torch, name, _reporting(_originals[name], written))
 
 
-def _telling(function: Any, written: Callable[[Sequence[Tensor]], None]) -> Any:
-    """An in-place function on lists of tensors that tells afterwards what it has written."""
+def _reporting(function: Any, written: Callable[[Sequence[Tensor]], None]) -> Any:
+    """An in-place function on lists of tensors that reports afterwards what it has written."""
 
     @functools.wraps(function)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(tensors, *args, **kwargs)
-        if not torch.compiler.is_compiling():  # a compiled step counts, or is told as a step of an optimizer
+        if not torch.compiler.is_compiling():  # a compiled step counts, or is reported as a step of an optimizer
             written(tensors)
         return result
 
@@ -122,8 +127,8 @@ def stop_observing() -> None:
     """Give `torch.nn.Parameter` the `.data` of torch back, and look at no optimizer any more."""
     if is_observed():
         del Parameter.data
-    while _foreach:
-        setattr(torch, *_foreach.popitem())
+    while _originals:
+        setattr(torch, *_originals.popitem())
     while _hooks:
         _hooks.pop().remove()
 

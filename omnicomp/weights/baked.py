@@ -3,10 +3,9 @@
 Each call of such an executable asks, and a weight that changed is never passed by:
 
 - a parameter is the same object, at the same address, with the version that torch counts up at every in-place
-  operation; nobody has taken or set its `.data`, no optimizer stepped and no `torch._foreach_*_` wrote it, which are
-  not always counted (`omnicomp.weights.cast_copies` sees them); it alone holds its memory, so that nothing can be
-  written
-  from elsewhere; and it was never given to NumPy, as an array may have been written to and be gone;
+  operation; nothing has touched it that is not counted (`omnicomp.weights.observer`); it alone holds its memory, so
+  that nothing can be written from elsewhere; and it was never given to NumPy, as an array may have been written to
+  and be gone;
 - a buffer, whose `.data` is not seen, is compared by value, so that only small ones are built in.
 
 Where `.data` was merely read the contents decide, by a hash.
@@ -14,7 +13,6 @@ Where `.data` was merely read the contents decide, by a hash.
 
 import ctypes
 import hashlib
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Final
@@ -25,63 +23,12 @@ from torch.nn import Parameter
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, weak_storage
+from omnicomp.weights import observer
 
-__all__ = ["Constants", "fixable", "hash_of", "pinned", "touched", "written"]
+__all__ = ["Constants", "fixable", "hash_of"]
 
 # A comparison of so many elements takes about 20 microseconds; running statistics are far smaller.
 _COMPARED: Final = 65536
-
-
-class _Pin:
-    """A parameter that something was built of.
-
-    Attributes:
-        parameter: which.
-        touches: how often it may have been written without being counted.
-        holders: executables that hold its memory, and how often each does.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.touches = 0
-        self.holders: weakref.WeakKeyDictionary[Constants, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def allowed(self) -> int:
-        """How many owners its memory has if nobody can write to it but through the parameter."""
-        return owns_alone + sum(list(self.holders.values()))
-
-
-_pins: Final[weakref.WeakValueDictionary[int, _Pin]] = weakref.WeakValueDictionary()
-_pinning: Final = threading.Lock()
-
-
-class _Sight:
-    """The last time that a pinned parameter was touched: another object each time."""
-
-    mark: object = object()
-
-
-def pinned() -> bool:
-    """Whether something is built of a parameter, so that parameters have to be observed."""
-    return bool(_pins)
-
-
-def touched(parameter: Tensor) -> None:
-    """A parameter may have been written without being counted."""
-    pin = _pins.get(id(parameter))
-    if pin is not None:
-        pin.touches += 1
-        _Sight.mark = object()
-
-
-def written(tensors: Sequence[Tensor]) -> None:
-    """Tensors were written: parameters, or others that may be of a parameter's memory."""
-    others = {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
-    for pin in list(_pins.values()) if others else ():
-        parameter = pin.parameter()
-        if parameter is not None and parameter.data_ptr() in others:
-            touched(parameter)
 
 
 def fixable(tensor: Tensor) -> bool:
@@ -89,8 +36,8 @@ def fixable(tensor: Tensor) -> bool:
     if tensor.is_inference() or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return False
     if type(tensor) is Parameter:
-        pin = _pins.get(id(tensor))
-        allowed = owns_alone if pin is None or pin.parameter() is not tensor else pin.allowed
+        followed = observer.find(tensor)
+        allowed = owns_alone if followed is None else followed.allowed
         return parameters.is_private(tensor) and owners(weak_storage(tensor).cdata) <= allowed
     return type(tensor) is Tensor and tensor.numel() <= _COMPARED
 
@@ -103,17 +50,6 @@ def hash_of(tensor: Tensor) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _pin(parameter: Tensor) -> _Pin:
-    from omnicomp.weights.cast_copies import observe  # it tells this module what it sees
-
-    with _pinning:
-        observe()
-        pin = _pins.get(id(parameter))
-        if pin is None or pin.parameter() is not parameter:
-            pin = _pins[id(parameter)] = _Pin(parameter)
-        return pin
-
-
 class Constants:
     """The weights of one executable, as they were when it was built."""
 
@@ -123,13 +59,13 @@ class Constants:
         Args:
             tensors: all of them `fixable`.
         """
-        self._mark = _Sight.mark
+        self._mark = observer.mark()
         self._parameters = [index for index, value in enumerate(tensors) if type(value) is Parameter]
         self._buffers = [(index, value.clone()) for index, value in enumerate(tensors) if type(value) is not Parameter]
         self._pick = parameters.picker(self._parameters)
         picked = self._pick(tuple(tensors))
-        self._pins = [_pin(value) for value in picked]
-        self._touches = [pin.touches for pin in self._pins]
+        self._followed = list(map(observer.follow, picked))
+        self._touches = [followed.touches for followed in self._followed]
         self._ids = list(map(id, picked))
         self._refs = [weakref.ref(value) for value in picked]
         self._versions = [value._version for value in picked]
@@ -142,9 +78,9 @@ class Constants:
     def built(self) -> None:
         """To be called once the executable is built: it may hold the memory of the weights itself."""
         now = list(map(owners, self._cdata))
-        for pin, before, after in zip(self._pins, self._owners, now, strict=True):
+        for followed, before, after in zip(self._followed, self._owners, now, strict=True):
             if after > before:
-                pin.holders[self] = after - before
+                followed.holders[self] = after - before
         self._owners = now
 
     def hashes(self, tensors: Sequence[Tensor]) -> list[str]:
@@ -168,7 +104,7 @@ class Constants:
             or [value.data_ptr() for value in picked] != self._pointers
             # What was given to NumPy once is no longer resizable, whether the array is gone again or not.
             or not all([value.untyped_storage().resizable() for value in picked])
-            or (self._mark is not _Sight.mark and not self._look(picked))
+            or (self._mark is not observer.mark() and not self._look(picked))
         ):
             return False
         # A parameter that died has freed its memory, which then nobody holds: its id may be given away.
@@ -181,7 +117,7 @@ class Constants:
             list(map(id, picked)) == self._ids
             and [value._version for value in picked] == self._versions
             and [value.data_ptr() for value in picked] == self._pointers
-            and self._mark is _Sight.mark
+            and self._mark is observer.mark()
         )
 
     def same_objects(self, wanted: tuple[Tensor, ...]) -> bool:
@@ -191,7 +127,7 @@ class Constants:
     def _held_by_executables(self) -> bool:
         """Whether nothing but executables hold the memory beside the parameters."""
         now = list(map(owners, self._cdata))
-        if any(not 0 < count <= pin.allowed for count, pin in zip(now, self._pins, strict=True)):
+        if any(not 0 < count <= followed.allowed for count, followed in zip(now, self._followed, strict=True)):
             return False
         self._owners = now
         return True
@@ -207,9 +143,9 @@ class Constants:
 
     def _look(self, picked: Sequence[Tensor]) -> bool:
         """Whether those that were touched have the contents that were built in."""
-        mark = _Sight.mark
-        for index, (value, pin, known) in enumerate(zip(picked, self._pins, self._touches, strict=True)):
-            now = pin.touches
+        mark = observer.mark()
+        for index, (value, followed, known) in enumerate(zip(picked, self._followed, self._touches, strict=True)):
+            now = followed.touches
             if now == known:
                 continue
             expected = self._hashes[index]

@@ -5,8 +5,7 @@ It lives as long as the parameter does and a compiled graph reads it, and it is 
 stays. Each call of a graph looks whether its copies still hold:
 
 - the parameter's version, which every in-place operation of torch counts up, is the one that was copied;
-- nobody has taken or set its `.data` meanwhile, which is not counted (`omnicomp._torch.parameters.observe`);
-- no optimizer has made a step with it, and no `torch._foreach_*_` has written it, as some do not count that;
+- nothing has touched it meanwhile that is not counted (`omnicomp.weights.observer`);
 - its memory is the same, and the parameter alone holds it. As long as something else does (a tensor of `.data`, an
   array, a flat buffer), writes from there can't be told, and the copy is renewed in each call, and once more after.
 
@@ -24,10 +23,10 @@ from torch.nn import Parameter
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, stream_of, weak_storage
-from omnicomp.weights import baked
+from omnicomp.weights import observer
 from omnicomp.weights.forms import Form
 
-__all__ = ["Copies", "changed", "clear", "copies", "observe"]
+__all__ = ["Copies", "changed", "clear", "copies"]
 
 
 class _Watched:
@@ -53,7 +52,8 @@ class _Copy:
         owner: the parameter.
         form: how it is computed.
         low: the copy; None until it is made, and when the parameter is gone.
-        stale: whether the parameter's `.data` was taken or set since it was made, or an optimizer made a step.
+        followed: the parameter as it is observed; None until the copy is made.
+        touches: of it, when the copy was made.
         settled: whether the parameter alone held its memory when it was made, and the process did.
         version, pointer, storage: of the parameter, when it was made.
         readers: the graphs that hold `low`.
@@ -62,14 +62,15 @@ class _Copy:
     def __init__(self, owner: _Watched, form: Form) -> None:
         self.owner, self.form = owner, form
         self.low: Tensor | None = None
-        self.stale, self.settled = True, False
-        self.version = self.pointer = -1
+        self.followed: observer.Followed | None = None
+        self.settled = False
+        self.touches = self.version = self.pointer = -1
         self.storage: parameters.StorageWeakRef | None = None
         self.readers: weakref.WeakSet[Copies] = weakref.WeakSet()
 
     def drop(self) -> None:
         """Free the memory."""
-        self.stale, self.low = True, None
+        self.low = self.followed = None
         for reader in list(self.readers):
             reader.forget(self)
 
@@ -79,7 +80,8 @@ class _Copy:
             self.low is not None
             and self.storage is not None
             and self.settled
-            and not self.stale
+            and self.followed is not None
+            and self.touches == self.followed.touches
             and self.version == parameter._version
             and self.pointer == parameter.data_ptr()
             and owners(self.storage.cdata) == owns_alone
@@ -88,7 +90,8 @@ class _Copy:
 
     def prepare(self, parameter: Tensor) -> Tensor:
         """The memory for what is about to be computed; what is seen from now on counts as a change after it."""
-        self.stale = False
+        self.followed = observer.follow(parameter)
+        self.touches = self.followed.touches
         self.version, self.pointer = parameter._version, parameter.data_ptr()
         self.storage = weak_storage(parameter)
         self.settled = owners(self.storage.cdata) == owns_alone and parameters.is_private(parameter)
@@ -103,37 +106,6 @@ class _Copy:
 _watched: Final[weakref.WeakValueDictionary[int, _Watched]] = weakref.WeakValueDictionary()
 # Held while copies are made: a graph that finds one made by another thread must find it filled.
 _making: Final = threading.RLock()
-
-
-class _Sight:
-    """The last time that a parameter may have been written without being counted: another object each time."""
-
-    mark: object = object()
-
-
-def _seen(parameter: Tensor) -> None:
-    baked.touched(parameter)
-    watched = _watched.get(id(parameter))
-    if watched is None:
-        return
-    for copy in list(watched.copies.values()):
-        copy.stale = True
-    _Sight.mark = object()
-
-
-def _written(tensors: Sequence[Tensor]) -> None:
-    """Tensors were written: parameters, or others that may be of a parameter's memory, as one that was detached is."""
-    baked.written(tensors)
-    others: set[int] = set()
-    for tensor in tensors:
-        if isinstance(tensor, Parameter):
-            _seen(tensor)
-        elif tensor.layout is torch.strided:
-            others.add(tensor.data_ptr())
-    for watched in list(_watched.values()) if others else ():
-        parameter = watched.parameter()
-        if parameter is not None and parameter.data_ptr() in others:
-            _seen(parameter)
 
 
 class _Order:
@@ -191,7 +163,7 @@ class _Known:
     def holds(self, wanted: tuple[Tensor, ...]) -> bool:
         steady = wanted if self.pick is None else self.pick(wanted)
         return (
-            self.mark is _Sight.mark
+            self.mark is observer.mark()
             and list(map(id, steady)) == self.ids
             and [value._version for value in steady] == self.versions
             and list(map(owners, self.storages)) == self.alone
@@ -277,7 +249,7 @@ class Copies:
 
     def _look(self, wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with _making, torch.inference_mode(False), torch.no_grad():
-            mark = _Sight.mark
+            mark = observer.mark()
             found = [self._find(value, form) for value, form in zip(wanted, self._forms, strict=True)]
             self._held.update(copy for copy in found if copy is not None)
             _renew([(value, copy) for value, copy in zip(wanted, found, strict=True) if copy is not None])
@@ -299,7 +271,6 @@ class Copies:
             return None
         watched = _watched.get(id(value))
         if watched is None or watched.parameter() is not value:
-            observe()
             watched = _watched[id(value)] = _Watched(value)
         copy = watched.copies.get(form)
         if copy is None:
@@ -325,14 +296,8 @@ def _renew(pairs: Sequence[tuple[Tensor, _Copy]]) -> None:
             _order.made(device)
     except BaseException:
         for copy in stale:
-            copy.stale = True
+            copy.touches = -1
         raise
-
-
-def observe() -> None:
-    """See from now on what may write to a parameter without being counted."""
-    if not parameters.is_observed():
-        parameters.observe(_seen, _written)
 
 
 def changed(written: Iterable[Tensor] | None = None) -> None:
@@ -344,7 +309,7 @@ def changed(written: Iterable[Tensor] | None = None) -> None:
         written: parameters; by default all that have a copy.
     """
     for parameter in [parameter for parameter, _ in copies()] if written is None else written:
-        _seen(parameter)
+        observer.touched(parameter)
 
 
 def copies() -> list[tuple[Tensor, Tensor]]:
@@ -365,5 +330,4 @@ def clear() -> None:
                 copy.drop()
         _watched.clear()
         _order.clear()
-        if not baked.pinned():
-            parameters.stop_observing()
+        observer.stop_if_idle()

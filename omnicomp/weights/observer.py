@@ -1,0 +1,94 @@
+"""Writes to parameters that torch does not count, seen for all that is made of parameters.
+
+`omnicomp._torch.parameters.observe` reports them. Who makes something of a parameter follows it, and compares the
+number of touches in each call; `mark` is one object to compare where nothing was touched at all.
+"""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from omnicomp._torch import parameters
+from omnicomp._torch.parameters import owns_alone
+
+__all__ = ["Followed", "find", "follow", "mark", "stop_if_idle", "touched"]
+
+
+class Followed:
+    """A parameter that something was made of; it is forgotten when nobody holds this.
+
+    Attributes:
+        parameter: a weak reference to it.
+        touches: how often it may have been written without being counted.
+        holders: objects that hold its memory beside it, and how often each does.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.touches = 0
+        self.holders: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def allowed(self) -> int:
+        """How many owners its memory has if nobody can write to it but through the parameter."""
+        return owns_alone + sum(list(self.holders.values()))
+
+
+class _Sight:
+    """The last time that a followed parameter was touched: another object each time."""
+
+    mark: object = object()
+
+
+_followed: Final[weakref.WeakValueDictionary[int, Followed]] = weakref.WeakValueDictionary()
+_following: Final = threading.Lock()
+
+
+def mark() -> object:
+    """Another object whenever a followed parameter was touched."""
+    return _Sight.mark
+
+
+def find(parameter: Tensor) -> Followed | None:
+    """What is known of a parameter; None if nobody follows it."""
+    found = _followed.get(id(parameter))
+    return found if found is not None and found.parameter() is parameter else None
+
+
+def follow(parameter: Tensor) -> Followed:
+    """Observe a parameter for as long as what is returned lives."""
+    with _following:
+        if not parameters.is_observed():
+            parameters.observe(touched, _written)
+        found = find(parameter)
+        if found is None:
+            found = _followed[id(parameter)] = Followed(parameter)
+        return found
+
+
+def touched(parameter: Tensor) -> None:
+    """A parameter may have been written without being counted."""
+    found = _followed.get(id(parameter))
+    if found is not None:
+        found.touches += 1
+        _Sight.mark = object()
+
+
+def _written(tensors: Sequence[Tensor]) -> None:
+    """Tensors were written: parameters, or others that may be of a parameter's memory, as one that was detached is."""
+    addresses = {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
+    for found in list(_followed.values()) if addresses else ():
+        parameter = found.parameter()
+        if parameter is not None and parameter.data_ptr() in addresses:
+            touched(parameter)
+
+
+def stop_if_idle() -> None:
+    """Give torch back what observing replaced, if no parameter is followed."""
+    with _following:
+        if not _followed:
+            parameters.stop_observing()
