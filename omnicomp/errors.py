@@ -67,7 +67,7 @@ class LoweringError(OmnicompError):
 
 
 class BudgetSpentError(OmnicompError):
-    """Building took longer than the option `build_seconds` allows."""
+    """Not raised any more: the option `build_seconds` has no effect."""
 
 
 class FallbackError(OmnicompError):

@@ -111,7 +111,6 @@ class Verdict:
         error: what that failed with.
         exact: whether no smaller change would do; not if the builds were spent before it was found.
         untuned: why all of it is built again without autotuning; None if it is not.
-        seconds: the time that was allowed for building, if that it was used up is why; None otherwise.
         script: path of a script that shows it, once one is written.
     """
 
@@ -121,7 +120,6 @@ class Verdict:
     error: Exception
     exact: bool = True
     untuned: Reason | None = None
-    seconds: float | None = None
     script: str = ""
 
     @property

@@ -1,8 +1,7 @@
 """What Inductor could not build, or built wrongly, kept on disk: the next process knows it before its first build.
 
 One small JSON file for each graph of a part, under Inductor's cache folder. It holds names of nodes and reasons, and
-no tensor. What depends on the moment or the machine, as memory and a missing compiler do, is never kept; what took
-longer than was allowed is kept with the time that was, and is tried again where more is.
+no tensor. What depends on the moment or the machine, as memory and a missing compiler do, is never kept.
 """
 
 import contextlib
@@ -49,9 +48,7 @@ class Entry:
         cut: nodes that leave Inductor, by name.
         boundaries: nodes before which it is cut.
         values: whether what was built computed something wrong; otherwise it could not be built.
-        slow: which of `cut` leave because the time that is allowed for building was used up.
         untuned: why it is built without autotuning; None if it is not.
-        seconds: the time that was allowed, if `slow` or `untuned` is due to it; more may do.
         scripts: paths of the scripts that show it.
     """
 
@@ -64,31 +61,13 @@ class Entry:
     cut: Mapping[str, Reason] = dataclasses.field(default_factory=dict[str, Reason])
     boundaries: frozenset[str] = frozenset()
     values: bool = False
-    slow: frozenset[str] = frozenset()
     untuned: Reason | None = None
-    seconds: float | None = None
     scripts: tuple[str, ...] = ()
-
-    def with_more_time(self) -> "Entry":
-        """The entry without what may be otherwise if more time is allowed."""
-        cut = {name: reason for name, reason in self.cut.items() if name not in self.slow}
-        return dataclasses.replace(self, cut=cut, slow=frozenset(), untuned=None, seconds=None)
-
-    def only_slow(self) -> "Entry":
-        """The entry with nothing but that."""
-        cut = {name: reason for name, reason in self.cut.items() if name in self.slow}
-        return dataclasses.replace(self, cut=cut, boundaries=frozenset(), scripts=(), builds=None)
-
-    @property
-    def empty(self) -> bool:
-        """Whether it says nothing."""
-        return not (self.cut or self.boundaries or self.untuned)
 
     def dumps(self) -> str:
         """The entry as JSON."""
         data = {**dataclasses.asdict(self), "schema": _SCHEMA, "boundaries": sorted(self.boundaries)}
         data["cut"] = {name: reason.to_dict() for name, reason in self.cut.items()}
-        data["slow"] = sorted(self.slow)
         data["untuned"] = None if self.untuned is None else self.untuned.to_dict()
         return json.dumps(data, sort_keys=True, indent=1)
 
@@ -113,9 +92,7 @@ class Entry:
                 cut={str(name): Reason.from_dict(item) for name, item in _typed(data, "cut", dict).items()},
                 boundaries=frozenset(map(str, _typed(data, "boundaries", list))),
                 values=_typed(data, "values", bool),
-                slow=frozenset(map(str, data.get("slow", ()))),
                 untuned=None if data.get("untuned") is None else Reason.from_dict(_typed(data, "untuned", dict)),
-                seconds=None if data.get("seconds") is None else float(data["seconds"]),
                 scripts=tuple(map(str, _typed(data, "scripts", list))),
             )
         except (KeyError, TypeError) as error:
@@ -173,28 +150,20 @@ class PartVerdicts:
                 raise ValueError("it belongs to another graph")
         except ValueError as error:
             return self.unusable("bypass", f"{path} is damaged, so it is found out afresh: {error}")
-        earlier = "process"
         if found.writer == _PROCESS and not found.values:
-            # What was slow is not repaired meanwhile, and to find that out takes long.
-            found, earlier = found.only_slow(), "build"
-            if found.empty:
-                return None
+            return None
         if found.compilers != compilers(self._context.device.type):
             return self._record("miss", "it was found with other compilers, so it is found out afresh")
         if found.builds is not None and policy.max_builds > found.builds:
             return self._record("miss", f"it was found with {found.builds} builds, and more are allowed now")
-        if found.seconds is not None and (policy.build_seconds is None or policy.build_seconds > found.seconds):
-            found, before = found.with_more_time(), found.seconds
-            if found.empty:
-                return self._record("miss", f"it was found with {before:g} s to build, and more are allowed now")
         with contextlib.suppress(OSError):  # only its age is lost
             os.utime(path)
         self._entry = dataclasses.replace(found, writer=_PROCESS)
         nodes = "1 node leaves" if len(found.cut) == 1 else f"{len(found.cut)} nodes leave"
         nodes += ", built without autotuning," if found.untuned else ""
-        self._record("hit", f"{nodes} Inductor, as is known from an earlier {earlier}")
-        cut = {name: _earlier(reason, earlier) for name, reason in found.cut.items()}
-        untuned = None if found.untuned is None else _earlier(found.untuned, earlier)
+        self._record("hit", f"{nodes} Inductor, as is known from an earlier process")
+        cut = {name: _earlier(reason) for name, reason in found.cut.items()}
+        untuned = None if found.untuned is None else _earlier(found.untuned)
         return dataclasses.replace(found, cut=cut, untuned=untuned)
 
     def add(
@@ -206,7 +175,6 @@ class PartVerdicts:
         builds: int | None = None,
         values: bool = False,
         untuned: Reason | None = None,
-        seconds: float | None = None,
     ) -> None:
         """Keep what was found, with what was known before.
 
@@ -217,7 +185,6 @@ class PartVerdicts:
             builds: the bound on builds if it kept the smallest change from being found.
             values: whether what was built computed something wrong.
             untuned: why it is built without autotuning, if it is.
-            seconds: the time that was allowed for building, if that it was used up is why.
         """
         if not self._enabled:
             return
@@ -231,9 +198,7 @@ class PartVerdicts:
                 cut={**old.cut, **cut},
                 boundaries=old.boundaries | frozenset(boundaries),
                 values=old.values or values,
-                slow=old.slow if seconds is None else old.slow | frozenset(cut),
                 untuned=untuned or old.untuned,
-                seconds=old.seconds if seconds is None else seconds,
                 scripts=tuple(dict.fromkeys([*old.scripts, *scripts])),
             )
             text = self._entry.dumps()
@@ -264,8 +229,8 @@ class PartVerdicts:
         )
 
 
-def _earlier(reason: Reason, what: str) -> Reason:
-    return dataclasses.replace(reason, sentence=f"{reason.sentence} (known from an earlier {what})")
+def _earlier(reason: Reason) -> Reason:
+    return dataclasses.replace(reason, sentence=f"{reason.sentence} (known from an earlier process)")
 
 
 def _hardware(device_type: str) -> str:

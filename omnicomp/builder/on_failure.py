@@ -63,7 +63,6 @@ class Setbacks:
                 scripts=(script,) if script else (),
                 builds=None if verdict.exact else self._context.policy.max_builds,
                 untuned=verdict.untuned,
-                seconds=verdict.seconds,
             )
         return verdict
 

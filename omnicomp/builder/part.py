@@ -15,9 +15,9 @@ from omnicomp._torch.autograd.decompose import with_decompositions
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor.autotuning import failure_of_autotuning, not_kept, without_autotuning
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.group_casts import cast_together
-from omnicomp._torch.inductor.time_limit import not_kept
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
@@ -29,8 +29,7 @@ from omnicomp.builder.placement import Plan, Run, place
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.builder.subgraph_checks import described, taken_together
-from omnicomp.builder.time_limit import PartBudget
-from omnicomp.errors import BudgetSpentError, LoweringError, Once, first_line
+from omnicomp.errors import LoweringError, Once, first_line
 from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
@@ -90,7 +89,7 @@ class _Builder:
         self._boundaries: frozenset[str] = frozenset()
         self._prober = Prober(self._try, context.policy.max_builds)
         self._setbacks = Setbacks(module, context)
-        self._budget = PartBudget(context.policy.build_seconds)
+        self._tunes = True
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
 
     def build(self, plain: GraphModule) -> Any:
@@ -100,7 +99,7 @@ class _Builder:
         if known is not None:
             self._cut.update(known.cut)
             self._boundaries |= known.boundaries
-            self._budget.know(slow=bool(known.slow), untuned=known.untuned is not None)
+            self._tunes = known.untuned is None
         plan = self._place()
         if known is not None:
             why = "as is known from an earlier process"
@@ -152,7 +151,7 @@ class _Builder:
         nodes = list(self._module.graph.nodes)
         if self._context.part != "inference" and self._context.policy.dtype_policy.rewrites:
             cast_together(module.graph)
-        with self._building("inductor", record.subgraph_id(0), len(nodes)), self._budget.building(nodes):
+        with self._building("inductor", record.subgraph_id(0), len(nodes)), self._tuning():
             compiled = compile_fx.compile_part(
                 module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
             )
@@ -183,7 +182,7 @@ class _Builder:
                 record.emit_ran(_with_verdict(executable(compiled), verifier), witness)
 
         compile_fx.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
-        return not_kept(compiled) if self._budget.changed else compiled
+        return compiled if self._tunes else not_kept(compiled)
 
     def _verifier(
         self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str = "inductor"
@@ -252,14 +251,12 @@ class _Builder:
 
     def _verdict(self, run: Run, error: Exception) -> Verdict:
         """What to change for a run to build."""
-        verdict = self._budget.verdict(run.nodes, error, self._movable)
-        if verdict is not None:
-            return verdict
+        failure = failure_of_autotuning(error) if self._tunes else None
+        if failure is not None:
+            self._tunes = False
+            return Verdict(cut={}, error=error, untuned=_untunable(failure))
         everything = [node for node in self._module.graph.nodes if node.op == "call_function"]
-        try:
-            return find_failing(run.nodes, error, self._prober, everything)
-        except BudgetSpentError as spent:
-            return self._verdict(run, spent)
+        return find_failing(run.nodes, error, self._prober, everything)
 
     def _refuse(self, run: Run, error: Exception) -> Plan:
         """Take from a compiler beside Inductor what it fails on: all of the run where it compiles nothing at all."""
@@ -283,10 +280,6 @@ class _Builder:
             )
         )
         return plan
-
-    def _movable(self, node: Node) -> bool:
-        others = (each for each in self._lowerings if each.name != "inductor")
-        return any(each.supports(node, self._context) is None for each in others)
 
     def _record_narrowed(
         self, plan: Plan, cut: Mapping[str, Reason], why: str, scripts: Iterable[str], untuned: Reason | None = None
@@ -315,7 +308,7 @@ class _Builder:
     def _try(self, nodes: Sequence[Node], name: str = "inductor") -> Exception | None:
         try:
             self._build_piece(lowering(name), extract(self._module, nodes), nodes)
-        except (*CONTROL_FLOW, BudgetSpentError):
+        except CONTROL_FLOW:
             raise
         except Exception as error:  # noqa: BLE001 - the answer to "does it build?"
             return error
@@ -369,9 +362,13 @@ class _Builder:
         code = stitching(self._module, pieces)
         call = code.bind(firsts, laters)
         built = [(extract(self._module, run.nodes), *result) for run, result in zip(plan.runs, results, strict=True)]
-        failed = bool(self._cut or self._boundaries or self._budget.changed)
+        failed = bool(self._cut or self._boundaries or not self._tunes)
         keep(call, code, built, record, self._inputs, self._context, failed=failed)
         return call
+
+    def _tuning(self) -> contextlib.AbstractContextManager[Any]:
+        """What Inductor measures inside: nothing, once that has failed for this part."""
+        return contextlib.nullcontext() if self._tunes else without_autotuning()
 
     def _building(self, lowering: str, subgraph: str, nodes: int) -> contextlib.AbstractContextManager[Any]:
         """An attempt is under way inside; without a subgraph it is one to find out which nodes fail."""
@@ -400,8 +397,7 @@ class _Builder:
 
     def _build_piece(self, builder: Lowering, piece: Piece, nodes: Sequence[Node], subgraph: str = "") -> None:
         start = time.perf_counter()
-        budget = self._budget.building(nodes) if builder.name == "inductor" else contextlib.nullcontext()
-        with self._building(builder.name, subgraph, len(nodes)), budget:
+        with self._building(builder.name, subgraph, len(nodes)), self._tuning():
             result = builder.lower(piece.module, piece.fake_inputs, self._context)
         self._built[_key(nodes)] = (result, time.perf_counter() - start)
 
@@ -440,6 +436,16 @@ def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
         return f"{evidence}; {verifier.verdict}", kernels
 
     return dataclasses.replace(result, attest=attest)
+
+
+def _untunable(error: BaseException) -> Reason:
+    return Reason(
+        code="build_failed",
+        by="inductor",
+        sentence=f"autotuning failed, and Inductor builds the part again without it: {first_line(error)}",
+        observed=type(error).__name__,
+        lever="set max_autotune=False, or free memory",
+    )
 
 
 def _key(nodes: Sequence[Node]) -> tuple[str, ...]:

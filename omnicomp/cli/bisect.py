@@ -55,8 +55,6 @@ def _lines(path: Path, entry: Entry | str) -> list[str]:
         lines.append(f"    built in parts only, cut before {', '.join(sorted(entry.boundaries))}")
     if entry.untuned is not None:
         lines.append(f"    built without autotuning: {entry.untuned.sentence}")
-    if entry.seconds is not None:
-        lines.append(f"    found with {entry.seconds:g} s to build; it is tried again with a larger build_seconds")
     if entry.builds is not None:
         lines.append(f"    not narrowed down with {entry.builds} builds; raise max_builds for less")
     return lines + [f"    {script}" for script in entry.scripts]

@@ -6,6 +6,7 @@ passed on with the meaning that `backend="inductor"` gives it.
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ __all__ = ["LOWERINGS", "SPECS", "Policy", "effective_options", "parse"]
 LOWERINGS: Final = ("override", "inductor", "eager")
 """The default order. Names of engines may be put into it."""
 _CHOOSE: Final = ("tuned", "measure")
+_WITHOUT_EFFECT: Final = ("build_seconds",)  # for one release
 
 
 def _lowerings(name: str, value: Any) -> Any:
@@ -142,15 +144,7 @@ class Policy:
     max_builds: int = option(
         24,
         count,
-        "builds to spend on finding the operators that make Inductor fail, or that it gets wrong",
-        in_digest=False,
-    )
-    build_seconds: float | None = option(
-        None,
-        bound("60"),
-        "seconds that Inductor may take to build a part of a graph (forward, backward). What takes longer is given "
-        "up: autotuning first, then the operator or kernel that took most of it, then whatever is not built. See "
-        "[design.md](design.md#when-building-takes-too-long)",
+        "builds to spend on finding the operators that make Inductor fail",
         in_digest=False,
     )
     speculate: bool = option(
@@ -294,6 +288,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
         name = str(key).replace("-", "_")
         if name in SPECS:
             own[name] = (checks or {}).get(name, SPECS[name].check)(name, value)
+        elif name in _WITHOUT_EFFECT:
+            warnings.warn(f"the option {name} has no effect any more; leave it out", DeprecationWarning, stacklevel=2)
         elif name in inductor.config_keys():
             passed_on[name] = value
         else:

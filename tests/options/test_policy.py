@@ -77,3 +77,9 @@ def test_what_does_not_change_code_does_not_change_the_digest() -> None:
 def test_the_page_of_options_is_generated_from_their_declarations() -> None:
     written = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     assert written == page(), "python -m omnicomp.options > docs/options.md"
+
+
+def test_an_option_without_effect_is_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="the option build_seconds has no effect"):
+        policy = parse(None, {"build_seconds": 60})
+    assert policy == parse(None, None)
