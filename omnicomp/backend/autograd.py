@@ -22,6 +22,7 @@ from omnicomp.runtime.fallback_warning import notify
 from omnicomp.runtime.tf32 import compiling
 from omnicomp.timeline import current
 from omnicomp.timeline.activity import activity
+from omnicomp.timeline.graph_dump import dump
 
 __all__ = ["compile_parts", "uses_inductor"]
 
@@ -46,6 +47,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         context = graph.context(name, kwargs)
         context = informed(context, part, known, count) if engines else context
         doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
+        dump(graph.id, "autograd", part, name)
         with compile_fx.cache_tag(tag), compiling(context), stage("lowering", graph.id, name), doing:
             built = build_part(part, part_inputs, context)
         if name == "backward":

@@ -53,6 +53,7 @@ from omnicomp.timeline import (
     current,
 )
 from omnicomp.timeline.activity import activity
+from omnicomp.timeline.graph_dump import dump
 
 __all__ = ["omni", "reset"]
 
@@ -87,6 +88,7 @@ def omni(
         try:
             captured = capture_graph(gm, example_inputs, policy, options)
             doing.say(f"{captured.id} {captured.capture.function}".rstrip(), graph=captured.id)
+            dump(captured.id, "dynamo", gm)
             plain = copy_module(gm)
         except (*control_flow.CONTROL_FLOW, OmnicompError):
             raise
@@ -133,6 +135,8 @@ def _compile_captured(
     graph = _override_blocks(gm, captured)
     # Without a block that was replaced, the copy is one of the graph as the passes get it.
     same = [node.name for node in plain.graph.nodes] == [node.name for node in gm.graph.nodes]
+    if not same:
+        dump(graph.id, "overrides", gm)
     original = plain if same else copy_module(gm)
     passed = _run_passes(gm, graph, speculate=_may_speculate(graph.policy), kept=original, inputs=inputs)
     if passed.assumptions:

@@ -45,6 +45,7 @@ from omnicomp.runtime.tf32 import with_tf32
 from omnicomp.runtime.verify import Verifier
 from omnicomp.timeline import NodePlacement, Reason, Retreat
 from omnicomp.timeline.activity import activity
+from omnicomp.timeline.graph_dump import dump, dump_placement
 
 __all__ = ["build_part"]
 
@@ -104,6 +105,8 @@ class _Builder:
         if known is not None:
             why = "as is known from an earlier process"
             self._record_narrowed(plan, known.cut, why, known.scripts, known.untuned)
+        runs = [(run.lowering, [node.name for node in run.nodes]) for run in plan.runs]
+        dump_placement(self._context.graph_id, self._module, runs, self._context.part)
         record = PartRecord(self._module, plan, refused, self._context, names)
         if not plan.runs:
             record.emit_empty()
@@ -382,6 +385,8 @@ class _Builder:
         for index, (run, piece) in enumerate(zip(plan.runs, pieces, strict=True)):
             if _key(run.nodes) in self._built:
                 continue
+            if len(pieces) > 1:
+                dump(self._context.graph_id, f"piece_{index}_{run.lowering}", piece.module, self._context.part)
             try:
                 self._build_piece(lowering(run.lowering), piece, run.nodes, f"{self._context.part_id}.{index}")
             except CONTROL_FLOW:

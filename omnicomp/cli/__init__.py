@@ -37,7 +37,7 @@ class _RunCommand(TyperCommand):
     """`-m module` ends the options, as it does for Python: what follows belongs to the module."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with_value = {"--audit", "--timeline", "--option", "--mode"}
+        with_value = {"--audit", "--dump", "--timeline", "--option", "--mode"}
         index = 0
         while index < len(args) and args[index].startswith("-") and args[index] != "--":
             if args[index] == "-m":
@@ -79,6 +79,7 @@ def run_command(
     timeline: Annotated[
         str | None, typer.Option(help="Write the events to a JSON Lines file (%p pid, %r rank, %h host).")
     ] = None,
+    dump: Annotated[Path | None, typer.Option(help="Write the graph after each stage to this folder.")] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of omni or Inductor.")
     ] = None,
@@ -95,7 +96,7 @@ def run_command(
         module=module is not None,
         arguments=tuple(words[1:] if module is None else words),
     )
-    code = run(chosen, audit_path=audit, timeline=timeline, mode=mode, options=parse_options(option or []))
+    code = run(chosen, audit_path=audit, timeline=timeline, dump=dump, mode=mode, options=parse_options(option or []))
     raise typer.Exit(code)
 
 

@@ -18,7 +18,7 @@ from omnicomp.cli import redirect
 from omnicomp.cli.redirect import Redirected, redirected
 from omnicomp.cli.views import check_writable, format_of, render, write
 from omnicomp.errors import OmnicompError, OptionError
-from omnicomp.timeline import JsonLinesSink, current
+from omnicomp.timeline import JsonLinesSink, current, graph_dump
 from omnicomp.timeline.printable import one_line
 
 __all__ = ["Program", "parse_options", "run"]
@@ -47,10 +47,19 @@ def run(
     *,
     audit_path: Path | None = None,
     timeline: str | None = None,
+    dump: Path | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> int:
     """Run the program, then write the audit and print its summary line to stderr, whatever the program did.
+
+    Args:
+        program: what to run.
+        audit_path: where the audit is written.
+        timeline: where the events are written.
+        dump: an empty or new folder for the graph after each stage of each compilation.
+        mode: torch.compile's, for every call.
+        options: of the backend, for every call.
 
     Returns:
         The program's exit status; 1 if it raised.
@@ -66,8 +75,14 @@ def run(
         check_writable(audit_path)
     if timeline is not None:
         _add_timeline(timeline)
-    with redirected(mode, options) as counts:
-        code = _execute(program)
+    if dump is not None:
+        _prepare(dump)
+        graph_dump.write_to(dump)
+    try:
+        with redirected(mode, options) as counts:
+            code = _execute(program)
+    finally:
+        graph_dump.write_to(None)
     found = audit()
     sys.stdout.flush()
     for name, calls in counts.kept.items():
@@ -104,6 +119,15 @@ def _value(key: str, text: str) -> Any:
     if key in _LISTS and isinstance(value, str):
         return [word.strip() for word in value.split(",") if word.strip()]
     return value
+
+
+def _prepare(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OmnicompError(f"the folder {folder} can't be made ({error.strerror}); name another one") from None
+    if any(folder.iterdir()):
+        raise OmnicompError(f"the folder {folder} is not empty; name a new one for the graphs")
 
 
 def _add_timeline(path: str) -> None:

@@ -29,6 +29,7 @@ from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
+from omnicomp.timeline.graph_dump import dump
 
 __all__ = ["Applied", "Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
 
@@ -229,7 +230,10 @@ def run_pipeline(
             continue
         text = f"pass {item.name} on {context.graph_id}"
         with activity("pass", text, shown=shown, graph=context.graph_id, by=item.name):
-            changed |= _run_pass(item, module, context, check=check)
+            modified = _run_pass(item, module, context, check=check)
+        if modified:
+            changed = True
+            dump(context.graph_id, item.name, module)
     return changed
 
 

@@ -252,3 +252,12 @@ def test_a_directory_with_a_main(omnicomp: Command, tmp_path: Path) -> None:
 def test_json_of_a_run_can_be_read(omnicomp: Command, script: Script, calls: Calls, tmp_path: Path) -> None:
     omnicomp("run", "--audit", tmp_path / "a.json", script(USE))
     assert json.loads((tmp_path / "a.json").read_text())["graphs"][0]["nodes"] == 1
+
+
+def test_the_graph_after_each_stage_is_written(omnicomp: Command, script: Script, tmp_path: Path) -> None:
+    folder = tmp_path / "graphs"
+    assert omnicomp("run", "--dump", folder, "--option", "lowerings=eager", script(USE))[0] == 0
+    names = sorted(path.name for path in folder.rglob("*.py"))
+    assert names == ["00_dynamo.py", "01_autograd_inference.py", "02_placement_inference.py"]
+    code, _, err = omnicomp("run", "--dump", folder, script(USE))
+    assert (code, "is not empty" in err) == (2, True)
