@@ -1,4 +1,4 @@
-"""What a run of nodes is, whatever it is called: its operators, arguments, dtypes, shapes, strides and devices.
+"""An exact hash of a run of nodes: operators, arguments, dtypes, shapes, strides and devices, but no names.
 
 A size that is symbolic stands for all sizes, as the code that is built for it does; any other is itself.
 """

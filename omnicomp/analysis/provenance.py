@@ -1,4 +1,4 @@
-"""Where operators come from, as it is kept with what is compiled: as nodes of the Dynamo graph, and not as text.
+"""Source lines and module paths in cached artefacts, stored as node indices so that moved code still hits the cache.
 
 An edit above a function moves its lines, and a model inside another one has longer module paths; neither makes another
 graph, so that the compile caches restore what was built before. The places of the decisions that were recorded then are

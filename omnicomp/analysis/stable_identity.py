@@ -1,9 +1,8 @@
-"""What some nodes consist of, for telling a subgraph from others in every run: the same wherever the graph is made.
+"""A hash of a subgraph that is stable across runs and machines.
 
-Unlike `omnicomp.analysis.exact_hash`, which tells whether generated code may be shared, this knows nothing of the
-order of the
-nodes, the arguments that are numbers, strides, or a device's number; of a size it knows the class that kernels have
-other code for. So it is the same in other processes, on other machines and on other ranks.
+`omnicomp.analysis.exact_hash` tells whether generated code may be shared. This hash leaves out the order of nodes,
+numbers among the arguments, strides and the device's number; of a size it has the class for which kernels have code of
+their own. So it is equal in other processes, on other machines and on other ranks.
 """
 
 import hashlib

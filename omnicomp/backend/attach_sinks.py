@@ -1,4 +1,4 @@
-"""Where events go besides the memory of the process: files, loggers, torch's structured trace, and telemetry."""
+"""Sinks of the timeline, attached as the options and the environment ask: files, loggers, torch's trace, telemetry."""
 
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import Timeline
@@ -11,7 +11,7 @@ __all__ = ["attach_all"]
 
 
 def attach_all(timeline: Timeline, policy: Policy) -> None:
-    """Add to a timeline what the environment, the options and the program ask for; nothing is added twice.
+    """Attach the sinks that the environment, the options and the program ask for; none is attached twice.
 
     Args:
         timeline: of the process.

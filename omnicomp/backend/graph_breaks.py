@@ -1,4 +1,4 @@
-"""Where Dynamo broke off: what stands there runs in Python between two graphs, and no lowering ever sees it."""
+"""Graph breaks: the code there runs in Python between two graphs, and no lowering ever sees it."""
 
 import re
 from collections.abc import Iterator

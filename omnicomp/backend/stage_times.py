@@ -1,4 +1,4 @@
-"""How long the stages of a compilation take, for the timeline; a stage inside another one is not counted in that."""
+"""Times of the stages of a compilation, for the timeline; an outer stage does not count the stages inside it."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ _nested = _Nested()
 
 @contextlib.contextmanager
 def stage(name: str, graph: str, part: str = "") -> Generator[None]:
-    """Record at the end how long what is inside took, also where it raises.
+    """Record how long the body took, also where it raises.
 
     Args:
         name: a key of `omnicomp.timeline.durations.STAGES`.

@@ -1,6 +1,6 @@
 """Two variants of one graph, and the choice between them at each call.
 
-The *assumed* variant is right only where what passes assumed holds; the *general* one always. Whichever the first call
+The *assumed* variant is right only where the assumptions hold; the *general* one always. Whichever the first call
 needs is compiled while Dynamo compiles, the other when a call needs it. What Dynamo gets is one callable.
 """
 
@@ -29,7 +29,7 @@ PATIENCE: Final = 3
 
 
 class Memo:
-    """The last verdict, for as long as the tensors that it is about are the same and were not written to.
+    """The last result of the checks, valid while the checked tensors are the same objects and were not written to.
 
     A write that torch does not count (through `.data`, by a kernel of the user's, by the replay of a CUDA graph that
     the user recorded) is not seen; neither would autograd see it. On the CPU, where arrays share memory with tensors
@@ -40,7 +40,7 @@ class Memo:
         self._last: tuple[tuple[tuple[Any, ...], ...], bool] | None = None
 
     def recall(self, values: Sequence[Any]) -> bool | None:
-        """The verdict on these very tensors, or None if it is not known."""
+        """The result for these very tensors, or None if it is not known."""
         last = self._last
         if last is None or len(last[0]) != len(values):
             return None
@@ -48,7 +48,7 @@ class Memo:
         return last[1] if same else None
 
     def keep(self, values: Sequence[Any], verdict: bool) -> None:
-        """Remember a verdict, unless a tensor is one whose writes are not counted (of inference mode) or on the CPU."""
+        """Remember a result, unless a tensor is on the CPU or has no version counter (inference mode)."""
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if any(value.is_inference() for value in tensors) or all(value.is_cpu for value in tensors):
             self._last = None
@@ -69,7 +69,7 @@ def _is_same(known: tuple[Any, ...], value: Any) -> bool:
 
 
 class Checks:
-    """Whether all that was assumed holds for the inputs of a call."""
+    """The checks of all assumptions on the inputs of a call."""
 
     def __init__(self, assumptions: Sequence[Assumption], placeholders: Sequence[str]) -> None:
         """Bind the assumptions to the placeholders of their graph.
@@ -124,7 +124,7 @@ class Variant:
 
 
 class Variants:
-    """What Dynamo calls: checks, and calls the variant that is right for the inputs."""
+    """The callable that Dynamo gets: runs the checks, and calls the variant that is right for the inputs."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Variants:
             assumed: the variant for inputs that pass.
             general: the variant for all.
             eager: the graph itself, for a call in which nothing can be compiled.
-            timeline: where the course of things is recorded.
+            timeline: gets the events.
             on_cuda: whether an input is on a CUDA device.
         """
         self._checks, self._assumed, self._general, self._eager = checks, assumed, general, eager
@@ -205,7 +205,7 @@ class Variants:
         return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
     def _note(self, variant: Variant) -> None:
-        """Record what was seen for the first time, and give up checking where it never holds."""
+        """Record an outcome the first time that it is seen, and stop checking an assumption that never holds."""
         if variant is self._assumed:
             self._held = True
             self._say_held()

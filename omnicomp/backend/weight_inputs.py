@@ -1,4 +1,4 @@
-"""Compiling a graph whose parameters were cast once: the compiled function is called with the copies."""
+"""Parameters that are cast once: their copies become inputs of the compiled graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,13 +26,13 @@ def with_copies(
     graph: CapturedGraph,
     compile: Callable[[GraphModule, Sequence[Any], CapturedGraph], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile a graph, with the casts of parameters outside of it where the policy and the graph allow that.
+    """Compile a graph, with the casts of parameters moved out of it where the policy and the graph allow that.
 
     Args:
         module: a Dynamo graph behind the passes.
         inputs: real or fake tensors and symbolic sizes, one a placeholder.
         graph: what it belongs to.
-        compile: compiles what is left in the graph.
+        compile: compiles the rest of the graph.
 
     Returns:
         A function of the graph's inputs.
@@ -51,7 +51,7 @@ def with_copies(
 
 
 class _Following:
-    """Calls a compiled graph with the copies that it reads."""
+    """Calls a compiled graph with the copies as additional inputs."""
 
     def __init__(self, target: Callable[..., Any], lifted: Lifted, graph: str) -> None:
         self._target, self._graph = target, graph

@@ -1,4 +1,4 @@
-"""The ladder for one module: `wrap_module` gives back a module that works, whatever can be compiled of it."""
+"""`wrap_module`: one module is compiled by omni, with everything that the backend does when something fails."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class WrappedModule(nn.Module):
-    """A module behind the ladder. Its attributes and its `state_dict` are those of the module that it holds."""
+    """A module compiled by omni. Its attributes and its `state_dict` are those of the module inside."""
 
     def __init__(self, module: nn.Module, tag: str, options: Mapping[str, Any]) -> None:
         """Hold a module under its tag.
@@ -61,10 +61,10 @@ def wrap_module(
     device: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> WrappedModule:
-    """Put one module behind the ladder: overrides, what compiles for its device, eager.
+    """Compile one module: by overrides, by what compiles for its device, else eager.
 
-    It is compiled when it is called first, as under `torch.compile`: until then nothing was tried, and the timeline
-    has nothing to tell. What can't be compiled runs eager, with its reason there.
+    It is compiled in its first call, as under `torch.compile`. Until then nothing was tried, and the timeline
+    has no events. What cannot be compiled runs eager, with its reason in the timeline.
 
     Args:
         module: what to run; it is changed by what `Device.prepare` changes for its device, and keeps its parameters.

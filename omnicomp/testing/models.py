@@ -1,7 +1,6 @@
 """Real models from transformers, with random weights from a config and attention as the model's source spells it.
 
-That is the point of them: it is the hand-written attention that users' own models have, and that a
-compiler has to recognise.
+They have the hand-written attention of users' own models, which a compiler has to recognise.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The ways of compiling an inference graph that are worth a try: Inductor in several settings, and the engines."""
+"""Candidates of `lowerings="measure"`: Inductor in several settings, and the engines."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,13 +31,13 @@ class Option:
     """One way of compiling a graph.
 
     Attributes:
-        name: for people, and in what is kept.
+        name: for people, and in stored results.
         lowerings: the order.
         engines: options of engines.
         inductor: Inductor's settings beside the user's.
-        rules: where it differs for some nodes.
-        needs: the lowering that it is about; where that gets nothing of the graph, it is no candidate of its own.
-        version: of the engine, which what is kept depends on.
+        rules: exceptions for some nodes.
+        needs: the lowering that it tries; it is dropped if that lowering gets no node of the graph.
+        version: of the engine; part of the key of stored results.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Option:
 
 
 def by_rule(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> Option:
-    """The setting of Inductor that is most likely the best without measuring.
+    """The setting of Inductor that is most likely the best, without measuring.
 
     On the CPU, weights that can be followed are built in, and `tanh` is decomposed; max-autotune gains nothing there
     over packed weights, and takes far longer to compile.
@@ -83,7 +83,7 @@ def by_rule(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> Option:
 
 
 def options(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> tuple[list[Option], dict[str, str]]:
-    """What is to be measured, in that order; the first is Inductor as the user's options have it.
+    """The candidates in the order in which they are measured; the first is Inductor with the user's options.
 
     Args:
         gm: the Dynamo graph.

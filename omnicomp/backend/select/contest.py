@@ -1,4 +1,4 @@
-"""One contest: candidates are built in turn, checked against a higher precision, and timed against the best so far.
+"""A contest: candidates are built in turn, checked against a higher precision, and timed against the best so far.
 
 Only the best and its challenger are alive at a time. What is timed is a call of the whole graph, so that copies, casts
 and lost fusion at the boundaries of subgraphs count: a subgraph that is faster alone and slower in the model loses.

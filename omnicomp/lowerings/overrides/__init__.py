@@ -1,4 +1,4 @@
-"""Overrides: hand-written kernels in the place of operators or patterns; those that ship are imported here."""
+"""Overrides: hand-written kernels in place of operators, patterns and modules; those that ship are imported here."""
 
 from omnicomp.lowerings.overrides import int8_linear as int8_linear
 from omnicomp.lowerings.overrides import linear_cross_entropy as linear_cross_entropy

@@ -1,4 +1,4 @@
-"""Whether an override of a block may take it: structure, arguments, effects, the declaration's terms, and results.
+"""Admission of an override to a block: structure, arguments, effects, the declaration's conditions, results.
 
 What the program gets must be what it got: the block must be one that can be taken out as a call without moving a
 change, a random draw or a collective across it, and the call must return what the block did, as far as fake tensors

@@ -1,4 +1,4 @@
-"""Blocks: what one call of a module put into a Dynamo graph, what comes into it, what leaves it, and what else it does.
+"""Blocks: the nodes that one call of a module put into a Dynamo graph, their inputs, outputs and effects.
 
 Dynamo notes on every node the modules that were being called (`nn_module_stack`: a key for each call, with the path and
 the class of the module). A block is the nodes that share a key.
@@ -174,7 +174,7 @@ def _follows(value: Any, symbols: set[Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effects:
-    """What nodes do besides computing values.
+    """Effects of nodes besides computing values.
 
     Attributes:
         mutated: nodes outside of which the elements are changed.
@@ -188,7 +188,7 @@ class Effects:
 
 
 def effects(nodes: Sequence[Node], results: Sequence[Node] = ()) -> Effects:
-    """Run nodes on fake tensors, and note what they do besides computing values.
+    """Run nodes on fake tensors, and note their effects.
 
     Args:
         nodes: in program order, of one graph.

@@ -1,4 +1,4 @@
-"""What is known of an override: which computation it replaces, which operator it calls, and where it may be used."""
+"""The declaration of an override: the computation that it replaces, its operator, and where it may be used."""
 
 import dataclasses
 import functools
@@ -156,14 +156,14 @@ class Override:
 
 
 def refused(item: Override, sentence: str, *, observed: str = "", needed: str = "", lever: str = "") -> Reason:
-    """The reason why an override is not put where it matched."""
+    """The reason why an override is not used where it matched."""
     return Reason(
         code="override_refused", by=item.name, sentence=sentence, observed=observed, needed=needed, lever=lever
     )
 
 
 def _source(item: Any) -> bytes:
-    """What a function is made of: its text, and the values that one function among several of the same text has."""
+    """The source of a function, and the values that distinguish it from others of the same source."""
     try:
         text = inspect.getsource(item).encode()
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""The registry of overrides: hand-written kernels in the place of an operator, of a pattern, or of a whole block.
+"""The registry of overrides: hand-written kernels in place of an operator, a pattern, or a whole block.
 
 An override is a custom operator, so it stays inside Inductor's graph as an opaque node: using one does not cut the
 model in pieces. It is declared with `@omnicomp.override(...)`, by import or through the entry-point group
@@ -230,7 +230,7 @@ def _define(name: str, op: OpOverload, function: Function) -> Any:
 
 
 def _operator(name: str, function: Any, reference: Function | None, mutates: Sequence[str] | None) -> Any:
-    """The operator that is called for a block: the decorated one, or one made of an annotated function."""
+    """The operator of a block's override: the decorated one, or one made of an annotated function."""
     operator = torch_overrides.operator_of(function)
     if operator is not None:
         return operator
@@ -284,7 +284,7 @@ def unregister(name: str) -> None:
 
 @functools.cache
 def broken() -> dict[str, str]:
-    """Import the entry points of the group; what can't be imported is returned with its error, by name."""
+    """Import the entry points of the group; returns the errors of those that cannot be imported, by name."""
     errors: dict[str, str] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:

@@ -1,4 +1,4 @@
-"""Overrides of operators and patterns are put into post-autograd graphs; where one is refused, its reason is kept."""
+"""Insertion of overrides of operators and patterns into post-autograd graphs; refusals are recorded with a reason."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ log = logging.getLogger("omnicomp.overrides")
 
 
 def apply_overrides(module: GraphModule, context: LoweringContext) -> tuple[NodePlacement, ...]:
-    """Put the overrides of operators and patterns into a post-autograd graph, in place.
+    """Insert the overrides of operators and patterns into a post-autograd graph, in place.
 
     Returns:
         The places at which an override matched but refused, with its reason.
@@ -76,7 +76,7 @@ def _untrained(item: Override, context: LoweringContext) -> Reason | None:
 
 
 def found_wrong(item: Override, context: LoweringContext) -> Reason | None:
-    """Why an override is left out that a verification found wrong on this device; None if there was none."""
+    """Why an override is left out that verification found wrong on this device; None if it did not."""
     policy = context.policy
     if policy.verify == "off":
         return None

@@ -1,4 +1,4 @@
-"""Overrides that find their places themselves: a search reads the Dynamo graph, before autograd, in any spelling.
+"""Search overrides: a function reads the Dynamo graph, before autograd, and finds where the override applies.
 
 A pattern is looked for after autograd, where the gradient has been derived from the program already, so that an
 override with a backward of its own comes too late there. A search names the place, the steps that go away, and how the
