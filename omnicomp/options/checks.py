@@ -101,7 +101,7 @@ def listed(name: str, value: Any, what: str = "names") -> tuple[Any, ...]:
     return tuple(value)
 
 
-def names(known: tuple[str, ...] | None = None, least: int = 0) -> Check:
+def names(known: tuple[str, ...] | None = None, several: bool = False) -> Check:
     """A list of different names, of those that are known if any are given."""
 
     def check(name: str, value: Any) -> tuple[str, ...]:
@@ -111,8 +111,8 @@ def names(known: tuple[str, ...] | None = None, least: int = 0) -> Check:
                 raise OptionError(f"{name} can't contain {item!r}{did_you_mean(str(item), known)}")
         if len(set(items)) != len(items):
             raise OptionError(f"{name} names something twice: {value!r}")
-        if len(items) < least:
-            raise OptionError(f"{name} takes {least} names or more to choose from, not {value!r}")
+        if several and len(items) < 2:
+            raise OptionError(f"{name} takes two names or more to choose from, not {value!r}")
         return tuple(map(str, items))
 
     return check

@@ -124,7 +124,7 @@ class Policy:
     )
     candidates: tuple[str, ...] | None = option(
         None,
-        lambda name, value: None if value is None else names(least=2)(name, value),
+        lambda name, value: None if value is None else names(several=True)(name, value),
         'what `lowerings="measure"` tries: `["inductor", "frozen", "openvino"]`; the first is what the others are '
         "compared with",
     )

@@ -118,7 +118,7 @@ def check_candidates(name: str, value: Any) -> tuple[str, ...] | None:
         OptionError: one of them is unknown, or there are too few.
     """
     known = tuple(dict.fromkeys([*_SETTINGS, *engine_names()]))
-    return None if value is None else names(known, least=2)(name, value)
+    return None if value is None else names(known, several=True)(name, value)
 
 
 def _made(name: str, graph: CapturedGraph, refused: dict[str, str], *, weights: bool) -> Option | None:

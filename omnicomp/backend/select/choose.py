@@ -67,7 +67,7 @@ def _measured(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, rule
         _record_by_rule(graph, rule, "none of the candidates is there")
         return rule
     key = results.key_of(gm, graph, candidates, list(refused))
-    known = results.read(key) if graph.policy.verdicts == "use" else None
+    known = results.RESULTS.read(key)[0] if graph.policy.verdicts == "use" else None
     if known is not None:
         option = _named(known, candidates)
         if option is not None:
@@ -85,7 +85,7 @@ def _measured(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, rule
     for event in contest.events:
         current().append(event)
     if graph.policy.verdicts != "off":
-        results.write(key, results.Kept(winner=winner.name, rules=winner.rules, candidates=contest.events))
+        results.RESULTS.write(key, results.Kept(winner=winner.name, rules=winner.rules, candidates=contest.events))
     return winner
 
 

@@ -2,28 +2,24 @@
 
 import dataclasses
 import hashlib
-import json
-import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule
 
-from omnicomp import store
 from omnicomp._torch.inductor.frozen import inductor_settings
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.backend.select.candidates import Option
 from omnicomp.options.placement_rules import Rule
+from omnicomp.store import JsonStore
 from omnicomp.timeline import Candidate
 from omnicomp.timeline.reading import event_from_dict
 
-__all__ = ["Kept", "key_of", "read", "write"]
-
-log = logging.getLogger("omnicomp.backend.select")
+__all__ = ["RESULTS", "Kept", "key_of"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,36 +70,22 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
 
 
-def read(key: str) -> Kept | None:
-    """What is kept under a key; None if that is nothing, or can't be read."""
-    path = _path(key)
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        events = [event_from_dict(each) for each in data["candidates"]]
-        return Kept(
-            winner=str(data["winner"]),
-            rules=tuple(Rule(str(selector), tuple(names)) for selector, names in data["rules"]),
-            candidates=tuple(event for event in events if isinstance(event, Candidate)),
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("what was measured can't be read from %s, and is measured again: %s", path.name, error)
-        return None
-
-
-def write(key: str, result: Kept) -> None:
-    """Keep a result; if that fails, later processes measure again, which is logged."""
-    data = {
+def _dump(result: Kept) -> dict[str, Any]:
+    return {
         "winner": result.winner,
         "rules": [[rule.selector, list(rule.lowerings)] for rule in result.rules],
         "candidates": [event.to_dict() for event in result.candidates],
     }
-    try:
-        store.write_whole(_path(key), json.dumps(data))
-    except OSError as error:
-        log.warning("what was measured can't be kept, and later processes measure again: %s", error)
 
 
-def _path(key: str) -> Path:
-    return store.folder() / "choices" / f"{key}.json"
+def _load(data: Any) -> Kept:
+    events = [event_from_dict(each) for each in data["candidates"]]
+    return Kept(
+        winner=str(data["winner"]),
+        rules=tuple(Rule(str(selector), tuple(names)) for selector, names in data["rules"]),
+        candidates=tuple(event for event in events if isinstance(event, Candidate)),
+    )
+
+
+RESULTS: Final = JsonStore[Kept]("choices", _dump, _load)
+"""By the key of `key_of`; what can't be read is measured again."""

@@ -1,17 +1,14 @@
 """What is known of overrides from comparing them with their references, in this process and in earlier ones.
 
-One file a verdict, so that processes need not agree on one: a verdict holds for an override's source, the dtypes and
-shape class of the arguments, the device and torch's version. A file that can't be read counts as no verdict. An
-override that was found wrong once is not used on that device any more, whatever it is called with, until it is edited.
+A verdict holds for an override's source, the dtypes and shape class of the arguments, the device and torch's version.
+An override that was found wrong once is not used on that device any more, whatever it is called with, until it is
+edited.
 """
 
-import contextlib
 import hashlib
-import json
 import platform
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,11 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.stable_identity import size_class
 from omnicomp.lowerings.overrides.declaration import Override
-from omnicomp.store import folder, write_whole
+from omnicomp.store import JsonStore
 from omnicomp.timeline import Reason
 
 __all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "trust"]
 
+# A class of arguments is as good as the text that names it; the reason is for a person.
+_RIGHT: Final = JsonStore[str]("overrides/trusted", str, str)
+_WRONG: Final = JsonStore[Reason]("overrides/distrusted", Reason.to_dict, Reason.from_dict)
 _lock: Final = threading.Lock()
 _trusted: Final[set[str]] = set()
 _distrusted: Final[dict[str, Reason | None]] = {}
@@ -70,8 +70,7 @@ def is_trusted(item: Override, case: str, device: torch.device, *, stored: bool)
     key = _key(item, device, case)
     if key in _trusted:
         return True
-    found = _read("trusted", key) if stored else None
-    if found is None or found.get("case") != case:
+    if not stored or _RIGHT.read(key)[0] != case:
         return False
     with _lock:
         _trusted.add(key)
@@ -83,7 +82,7 @@ def trust(item: Override, case: str, device: torch.device, *, stored: bool) -> s
     key = _key(item, device, case)
     with _lock:
         _trusted.add(key)
-    return _write("trusted", key, {"override": item.name, "case": case}) if stored else ""
+    return _kept(item, _RIGHT.write(key, case)) if stored else ""
 
 
 def distrust(item: Override, device: torch.device, reason: Reason, *, stored: bool) -> str:
@@ -91,20 +90,21 @@ def distrust(item: Override, device: torch.device, reason: Reason, *, stored: bo
     key = _key(item, device)
     with _lock:
         _distrusted[key] = reason
-    return _write("distrusted", key, {"override": item.name, "reason": reason.to_dict()}) if stored else ""
+    return _kept(item, _WRONG.write(key, reason)) if stored else ""
 
 
 def distrusted(item: Override, device: torch.device, *, stored: bool = True) -> Reason | None:
     """Why an override is not used on a device any more; None if nothing was found against it."""
     key = _key(item, device)
     if stored and key not in _distrusted:
-        reason, data = None, _read("distrusted", key)
-        if data is not None:
-            with contextlib.suppress(TypeError, ValueError, KeyError):  # not ours: it is verified anew
-                reason = Reason.from_dict(data["reason"])
+        reason, _ = _WRONG.read(key)
         with _lock:
             _distrusted.setdefault(key, reason)
     return _distrusted.get(key)
+
+
+def _kept(item: Override, problem: str) -> str:
+    return f"the verdict on the override {item.name} is not kept: {problem}" if problem else ""
 
 
 def forget() -> None:
@@ -125,23 +125,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return device.type
-
-
-def _path(kind: str, key: str) -> Path:
-    return folder() / "overrides" / kind / f"{key}.json"
-
-
-def _read(kind: str, key: str) -> dict[str, Any] | None:
-    try:
-        data = json.loads(_path(kind, key).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # none, or damaged: it is verified anew
-    return data if isinstance(data, dict) else None
-
-
-def _write(kind: str, key: str, data: dict[str, Any]) -> str:
-    try:
-        write_whole(_path(kind, key), json.dumps(data))
-    except OSError as error:
-        return f"the verdict on the override {data['override']} is not kept: {error}"
-    return ""

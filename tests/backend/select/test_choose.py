@@ -119,7 +119,14 @@ def test_it_measures_again_if_it_is_told_to(verdicts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"winner": 1}', b"\xff\xfe", b'{"winner":"x","rules":3,"candidates":[]}']
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"winner": 1}',
+        b"\xff\xfe",
+        b'{"schema":1,"key":"KEY","value":{"winner":"x","rules":3,"candidates":[]}}',
+    ],
 )
 def test_a_damaged_file_is_measured_anew(content: bytes, tmp_path: Path) -> None:
     model = Model().eval()
@@ -127,7 +134,7 @@ def test_a_damaged_file_is_measured_anew(content: bytes, tmp_path: Path) -> None
     files = list((tmp_path / "choices").iterdir())
     assert files
     for file in files:
-        file.write_bytes(content)
+        file.write_bytes(content.replace(b"KEY", file.stem.encode()))
     assert {event.source for event in run(model).values()} == {"measured"}
 
 

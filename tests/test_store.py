@@ -1,0 +1,99 @@
+"""Small files that are kept between processes: what is stored is read, and whatever else is there is a miss."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from omnicomp.store import JsonStore, folder, prune
+
+
+def numbers(**more: int) -> JsonStore[int]:
+    return JsonStore[int]("numbers", lambda value: [value], lambda data: int(data[0]), **more)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_what_was_stored_is_read(place: Path) -> None:
+    assert folder() == place
+    store = numbers()
+    assert store.read("a") == (None, "")
+    assert store.write("a", 3) == ""
+    assert store.write("a", 4) == ""
+    assert store.read("a") == (4, "")
+    assert store.all() == [("a", 4)]
+    assert [path.name for path in store.folder.iterdir()] == ["a.json"]
+    store.remove("a")
+    store.remove("a")
+    assert store.all() == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[1, 2]",
+        b'{"schema": 1}',
+        b'{"schema": 1, "key": "b", "value": [3]}',
+        b'{"schema": 1, "key": "a", "value": []}',
+        b'{"schema": 1, "key": "a", "value": ["x"]}',
+    ],
+)
+def test_a_damaged_file_is_a_miss_that_says_so(content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = numbers()
+    store.folder.mkdir()
+    store.path("a").write_bytes(content)
+    value, problem = store.read("a")
+    assert value is None
+    assert str(store.path("a")) in problem
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    ((key, found),) = store.all()
+    assert key == "a"
+    assert isinstance(found, str)
+    assert store.write("a", 5) == ""
+    assert store.read("a") == (5, "")
+
+
+def test_a_file_of_another_version_is_a_miss_without_a_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    numbers(schema=1).write("a", 3)
+    assert numbers(schema=2).read("a") == (None, "")
+    assert numbers(schema=2).all() == []
+    numbers().path("a").write_text(json.dumps({"kept": "by a version without schemas"}))
+    assert numbers().read("a") == (None, "")
+    assert not caplog.records
+
+
+def test_what_can_not_be_written_says_why(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "too many" in numbers(size=8).write("a", 3)
+    (place / "numbers").touch()
+    assert "can't be written" in numbers().write("a", 3)
+    assert "can't be used" in numbers().read("a")[1]
+    assert len(caplog.records) == 3
+    assert (place / "numbers").read_bytes() == b""
+
+
+def test_files_that_were_not_used_for_the_longest_time_go() -> None:
+    store = numbers(files=3)
+    for index in range(3):
+        store.write(str(index), index)
+        os.utime(store.path(str(index)), (index + 1.0, index + 1.0))
+    store.read("0")  # which uses it
+    store.write("3", 3)
+    assert sorted(key for key, _ in store.all()) == ["0", "2", "3"]
+
+
+def test_files_that_another_process_removes_meanwhile(tmp_path: Path) -> None:
+    """Of a link that leads nowhere there is no time either."""
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+    prune(tmp_path, ".json", 2)
+    assert not os.path.lexists(tmp_path / "gone.json")
