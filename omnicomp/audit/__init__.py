@@ -3,11 +3,23 @@
 from collections.abc import Iterable
 from os import PathLike
 
-from omnicomp.audit.diff.changes import AuditDiff, Change, Measure
 from omnicomp.audit.diff.compare import compare
-from omnicomp.audit.facts import Environment, Fallback, MemoryUse, Merge, Setting, Shares, Sites, TimeUse
-from omnicomp.audit.fold import build, fold
-from omnicomp.audit.model import AUDIT_SCHEMA, Audit, GraphAudit, PartAudit, SubgraphAudit
+from omnicomp.audit.diff.report import AuditDiff, Change, Measure
+from omnicomp.audit.model import (
+    AUDIT_SCHEMA,
+    Environment,
+    Fallback,
+    GraphAudit,
+    MemoryUse,
+    Merge,
+    PartAudit,
+    Setting,
+    Shares,
+    Sites,
+    SubgraphAudit,
+    TimeUse,
+)
+from omnicomp.audit.report import Audit, fold
 from omnicomp.audit.source import load
 from omnicomp.audit.views.why import Why, why
 from omnicomp.timeline import Event, current
@@ -38,6 +50,7 @@ __all__ = [
     "why",
 ]
 
+build = fold
 
 Source = str | PathLike[str] | Iterable[Event] | None
 

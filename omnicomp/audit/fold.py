@@ -1,19 +1,25 @@
-"""From events to the report model: a pure function, which holds on to the report and not to the events.
+"""From events to the report: a pure function, which keeps none of the events that it has counted.
 
-What repeats is counted instead of kept: samples of memory and time become one figure a subgraph, and lists that a long
-run could let grow without bounds have a most (`_MOST`, `_MOST_OF_PASSES`); how many events are not in them is in
-`left_out`.
+What repeats is counted: samples of memory and time become one figure for each subgraph. Lists that would grow through a
+long run are bounded by `_MOST` and `_MOST_OF_PASSES`, and `left_out` counts the events beyond that.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from omnicomp.audit.facts import MemoryUse, Setting, TimeUse
 from omnicomp.audit.identity import natural, with_identities
-from omnicomp.audit.merging import merges
-from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
-from omnicomp.audit.shares import with_shares
+from omnicomp.audit.model import (
+    GraphAudit,
+    MemoryUse,
+    Merge,
+    PartAudit,
+    Report,
+    Setting,
+    Shares,
+    SubgraphAudit,
+    TimeUse,
+)
 from omnicomp.timeline import (
     Attempt,
     Boundary,
@@ -24,6 +30,7 @@ from omnicomp.timeline import (
     Event,
     Memory,
     NearMiss,
+    NodePlacement,
     Option,
     PassRun,
     Placement,
@@ -39,8 +46,10 @@ from omnicomp.timeline import (
 )
 from omnicomp.timeline.values import text_of
 
-__all__ = ["build", "fold"]
+__all__ = ["fold", "with_shares"]
 
+
+_COUNTS: Final = {"nodes": "nodes", "flops": "flops_hint", "bytes": "bytes_hint"}
 _PART_ORDER: Final = {"forward": 0, "inference": 1, "backward": 2}
 _MOST: Final = 64
 _MOST_EQUAL: Final = 4
@@ -66,7 +75,7 @@ _CAPTURED: Final = tuple(
 )
 
 
-def fold(events: Iterable[Event], *, skipped: int = 0) -> Audit:
+def fold(events: Iterable[Event], *, skipped: int = 0) -> Report:
     """Make the report model from events in the order in which they were recorded, one at a time.
 
     Args:
@@ -82,10 +91,7 @@ def fold(events: Iterable[Event], *, skipped: int = 0) -> Audit:
             graph = graphs[event.graph] = _Graph(event.graph)
         graph.add(event)
     frozen = with_identities([graph.freeze() for graph in graphs.values()])
-    return with_shares(Audit(graphs=frozen, events=count, skipped=skipped))
-
-
-build = fold
+    return with_shares(Report(graphs=frozen, events=count, skipped=skipped))
 
 
 class _Kept:
@@ -314,7 +320,7 @@ class _Graph:
                     note=placement.note,
                     subgraphs=tuple(by_part[name]),
                     boundaries=crossing,
-                    merges=merges(by_part[name], crossing, placement.declined),
+                    merges=_merges(by_part[name], crossing, placement.declined),
                 )
             )
         fields: dict[str, Any] = {name: getattr(self.capture, name) for name in _CAPTURED}
@@ -350,3 +356,82 @@ def _settings(capture: Capture, ineffective: tuple[Option, ...]) -> tuple[Settin
             )
         )
     return tuple(found)
+
+
+def _merges(
+    rows: Sequence[SubgraphAudit], boundaries: Sequence[Boundary], declined: Sequence[NodePlacement]
+) -> tuple[Merge, ...]:
+    """The subgraphs of a part that stand between two of one compiled lowering, because nodes of theirs were refused.
+
+    Args:
+        rows: of the part, in program order.
+        boundaries: of the part.
+        declined: nodes that an earlier lowering refused, with the reasons.
+    """
+    whole = [row for row in rows if not row.parent and not row.superseded]
+    chains = {node.node: node.chain for node in declined}
+    crossing: dict[tuple[str, str], Boundary] = {(b.source, b.target): b for b in boundaries}
+    found: list[Merge] = []
+    for left, between, right in zip(whole, whole[1:], whole[2:], strict=False):
+        lowering = left.planned
+        if lowering != right.planned or lowering in ("eager", between.planned) or not between.refused:
+            continue
+        pairs = ((left.id, between.id), (between.id, right.id), (left.id, right.id))
+        crossed = [crossing[pair] for pair in pairs if pair in crossing]
+        unknown = any(boundary.bytes_hint < 0 for boundary in crossed)
+        found.append(
+            Merge(
+                left=left.id,
+                between=between.id,
+                right=right.id,
+                lowering=lowering,
+                nodes=between.refused,
+                tensors=sum(boundary.tensors for boundary in crossed),
+                bytes_hint=-1 if unknown else sum(boundary.bytes_hint for boundary in crossed),
+                reasons=tuple(reason for node in between.refused for reason in chains.get(node, ())),
+            )
+        )
+    return tuple(found)
+
+
+def with_shares(audit: Report) -> Report:
+    """Give every row that counts its share of the work; a parent's share leaves out its override calls."""
+    rows = [row for row in audit.subgraphs if not row.superseded]
+    known = {basis: _shares_of_counts(rows, field) for basis, field in _COUNTS.items()}
+    known["seconds"] = _parts({row.id: row.timing.seconds for row in rows if row.timing is not None})
+    # A row of unknown cost would vanish from shares of FLOPs, and often it is the one that fell back.
+    basis = next((name for name in ("flops", "nodes") if known[name]), None)
+    if basis is None:
+        return audit
+
+    def with_share(row: SubgraphAudit) -> SubgraphAudit:
+        shares = Shares(**{name: values.get(row.id) for name, values in known.items()})
+        return dataclasses.replace(row, share=known[basis].get(row.id), shares=shares)
+
+    graphs = tuple(
+        dataclasses.replace(
+            graph,
+            parts=tuple(
+                dataclasses.replace(part, subgraphs=tuple(with_share(row) for row in part.subgraphs))
+                for part in graph.parts
+            ),
+        )
+        for graph in audit.graphs
+    )
+    return dataclasses.replace(audit, graphs=graphs, share_basis=basis)
+
+
+def _shares_of_counts(rows: list[SubgraphAudit], field: str) -> dict[str, float]:
+    if field != "nodes" and any(getattr(row, field) < 0 for row in rows if not row.parent):
+        return {}
+    own: dict[str, float] = {row.id: max(getattr(row, field), 0) for row in rows}
+    work = dict(own)
+    for row in rows:
+        if row.parent in own:
+            own[row.parent] = max(own[row.parent] - work[row.id], 0)
+    return _parts(own)
+
+
+def _parts(work: dict[str, float]) -> dict[str, float]:
+    total = sum(work.values())
+    return {id: value / total for id, value in work.items()} if total > 0 else {}

@@ -1,16 +1,12 @@
-"""The report model: what the events of a timeline add up to, as frozen dataclasses.
+"""The data of a report: what the events of a timeline add up to, as frozen dataclasses.
 
-The model holds facts and the few questions that every view asks of them; `omnicomp.audit.fold` makes it, and one
-module for each view (`summary`, `text`, `html`, `jsonform`) shows it.
+It answers the few questions that every view asks, and knows no view: `omnicomp.audit.report` adds these.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
-from omnicomp.audit.facts import Environment, Fallback, MemoryUse, Merge, Setting, Shares, Sites, TimeUse
 from omnicomp.timeline import (
     Attempt,
     Boundary,
@@ -31,10 +27,194 @@ from omnicomp.timeline import (
     Weights,
 )
 
-if TYPE_CHECKING:
-    from omnicomp.audit.views.why import Why
+__all__ = [
+    "AUDIT_SCHEMA",
+    "SHARE_BASES",
+    "Environment",
+    "Fallback",
+    "GraphAudit",
+    "MemoryUse",
+    "Merge",
+    "PartAudit",
+    "Report",
+    "Setting",
+    "Shares",
+    "Sites",
+    "SubgraphAudit",
+    "TimeUse",
+]
 
-__all__ = ["AUDIT_SCHEMA", "SHARE_BASES", "Audit", "GraphAudit", "PartAudit", "SubgraphAudit"]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Part of the whole audit's work that one row does, override calls inside it not counted.
+
+    Attributes:
+        nodes: of the operators; None if the row does not count, or nothing is known.
+        flops: of the floating-point operations, likewise; None if those of any row are unknown.
+        bytes: of the bytes of inputs and outputs, likewise.
+        seconds: of the measured time of calls; None where calls were not timed. Override calls are not timed apart.
+    """
+
+    nodes: float | None = None
+    flops: float | None = None
+    bytes: float | None = None
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeUse:
+    """What the calls of a subgraph took, where they were timed.
+
+    Attributes:
+        device: type of the device, which was waited for before and after each call.
+        calls: how many calls it is made of; up to half of those made last may be missing.
+        seconds: wall time of them together.
+        fastest: wall time of the fastest.
+    """
+
+    device: str
+    calls: int
+    seconds: float
+    fastest: float
+
+    @property
+    def mean(self) -> float:
+        """Wall time of a call on average, the first one included."""
+        return self.seconds / self.calls if self.calls else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Memory of the device around the calls of a subgraph, where it was sampled; -1 where the device does not tell.
+
+    Attributes:
+        device: type of the device.
+        calls: number of samples, one a call.
+        before_bytes: what tensors held before the first call.
+        after_bytes: what they held after the last.
+        peak_bytes: the most that they held during any.
+        peak_call: the call in which that was, from 0.
+    """
+
+    device: str
+    calls: int
+    before_bytes: int = -1
+    after_bytes: int = -1
+    peak_bytes: int = -1
+    peak_call: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Two neighbouring subgraphs on one lowering that would be one, could what is between them move there.
+
+    Attributes:
+        left: id of the first.
+        between: id of the subgraph between them.
+        right: id of the last.
+        lowering: the lowering of both.
+        nodes: the nodes of the subgraph between them that the lowering, or one before it, refused; up to eight.
+        tensors: number of tensors that cross the boundaries among the three.
+        bytes_hint: their bytes for the sizes seen at compile time; -1 if unknown.
+        reasons: why those nodes were refused, in their order.
+    """
+
+    left: str
+    between: str
+    right: str
+    lowering: str
+    nodes: tuple[str, ...] = ()
+    tensors: int = 0
+    bytes_hint: int = 0
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The advice in one sentence."""
+        what = f"{self.nodes[0]}" if len(self.nodes) == 1 else f"all of {', '.join(self.nodes)}"
+        return f"if {what} could run on {self.lowering}, {self.left} and {self.right} would be one subgraph"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An option: what was asked for, and what took effect.
+
+    Attributes:
+        key: the option.
+        requested: what the user passed in `options`, as text; empty if nothing.
+        effective: what took effect, as text; empty if that was not recorded.
+        origin: who gave it its value first: `options`, `mode …`, `environment …`, `default`; empty if not recorded.
+        changed_by: who changed it after that, for example `dynamo`; empty if nobody did.
+        reason: why.
+    """
+
+    key: str
+    requested: str = ""
+    effective: str = ""
+    origin: str = ""
+    changed_by: str = ""
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where it ran.
+
+    Attributes:
+        versions: of torch, omnicomp, Python and what else is known; several are joined by a comma.
+        devices: name of each device type that a graph was compiled for; empty where it has none.
+        platforms: operating system and machine type, for example `Linux x86_64`.
+        processes: number of processes that captured graphs.
+        ranks: their ranks, in order.
+    """
+
+    versions: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    devices: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    platforms: tuple[str, ...] = ()
+    processes: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sites:
+    """Attention sites: how many a pass fused, and which candidates it left alone."""
+
+    fused: tuple[Rewrite, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Fused sites and near misses together."""
+        return len(self.fused) + len(self.near_misses)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """Something that is on eager although the policy had an earlier lowering.
+
+    Attributes:
+        graph: id of the Dynamo graph.
+        part: `forward`, `backward`, `inference`, or empty for a whole graph.
+        subgraph: id of the subgraph, or empty for a node that was placed on eager.
+        node: name of the node, or empty for a subgraph.
+        op: the operator, or the operators of the subgraph, the most frequent first.
+        source: `file:line`, or empty.
+        module: module path, or empty.
+        ran: whether it was seen to run on eager; None for a node, whose subgraph says so.
+        reasons: why, one for each lowering that was asked before; empty if none was recorded.
+    """
+
+    graph: str
+    part: str
+    subgraph: str = ""
+    node: str = ""
+    op: str = ""
+    source: str = ""
+    module: str = ""
+    ran: bool | None = None
+    reasons: tuple[Reason, ...] = ()
+
 
 AUDIT_SCHEMA: Final = 2
 SHARE_BASES: Final = ("flops", "nodes", "none")
@@ -269,8 +449,8 @@ class GraphAudit:
         return {name: total[name] for name in sorted(total, key=lambda n: order.index(n) if n in order else len(order))}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Audit:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
     """What ran where, and why, for all graphs of a timeline.
 
     Attributes:
@@ -354,57 +534,6 @@ class Audit:
     def fallbacks(self) -> tuple[Fallback, ...]:
         """Everything that ran or is placed on eager though the policy had an earlier lowering."""
         return tuple(fallback for graph in self.graphs for fallback in _fallbacks(graph))
-
-    def summary(self) -> str:
-        """One line: shares, attention, retreats, and whether what ran is what was planned."""
-        from omnicomp.audit.views.summary import summary
-
-        return summary(self)
-
-    def to_text(self) -> str:
-        """Plain text, 120 columns wide."""
-        from omnicomp.audit.views.text import to_text
-
-        return to_text(self)
-
-    def to_json(self) -> str:
-        """The JSON form that `docs/audit.md` describes."""
-        from omnicomp.audit.views.jsonform import to_json
-
-        return to_json(self)
-
-    def why(self, name: str) -> "Why":
-        """The whole chain of reasons about a module, operator, node, line, pass or option.
-
-        Raises:
-            ReportError: the report has nothing of that name.
-        """
-        from omnicomp.audit.views.why import why
-
-        return why(self, name)
-
-    def to_html(self) -> str:
-        """One HTML file that needs nothing else."""
-        from omnicomp.audit.views.html import to_html
-
-        return to_html(self)
-
-    def stable(self) -> dict[str, Any]:
-        """The JSON form without what differs between two runs of one program: times, artefacts, cache verdicts."""
-        from omnicomp.audit.views.jsonform import stable
-
-        return stable(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from omnicomp.audit.views.text import renderables
-
-        yield from renderables(self)
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def __repr__(self) -> str:
-        return self.summary()
 
 
 def _fallbacks(graph: GraphAudit) -> Iterator[Fallback]:

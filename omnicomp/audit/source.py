@@ -10,8 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from omnicomp.audit.fold import fold
-from omnicomp.audit.model import Audit
+from omnicomp.audit.model import Report
+from omnicomp.audit.report import Audit, fold
 from omnicomp.audit.views.jsonform import from_json, to_dict
 from omnicomp.errors import TimelineError
 from omnicomp.timeline import Boundary, Capture, Event
@@ -21,7 +21,7 @@ __all__ = ["Events", "load", "read"]
 
 _BEGINNING: Final = 2**16
 _KEYS: Final = re.compile(rb'\{\s*"(\w+)"(?:\s*:\s*\d+\s*,\s*"(\w+)")?')
-_REPORT: Final = frozenset(to_dict(Audit()))
+_REPORT: Final = frozenset(to_dict(Report()))
 
 
 class Events:
@@ -95,7 +95,7 @@ def load(path: str | PathLike[str]) -> Audit:
             text = (beginning + opened.read()).decode("utf-8-sig", "replace")
         except OSError as error:
             raise TimelineError(f"{file} can't be read ({error.strerror}); give a timeline or a report") from None
-    return from_json(text, str(file))
+    return Audit.of(from_json(text, str(file)))
 
 
 def _of_events(events: Events) -> Audit:

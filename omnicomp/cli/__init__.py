@@ -119,7 +119,7 @@ def audit_command(
     source: Annotated[bool, typer.Option(help="Lines of source in the HTML page.")] = True,
 ) -> None:
     """Make an audit from a timeline file."""
-    from omnicomp.cli.auditing import run_audit
+    from omnicomp.cli.audit import run_audit
 
     views: dict[str, Any] = {"tree": tree, "by": by, "question": why, "trace": trace, "excerpts": source}
     run_audit(timeline, format=format, output=output, **views)

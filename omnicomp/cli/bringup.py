@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from omnicomp.cli.views import check_writable, write
+from omnicomp.cli.output import check_writable, write
 from omnicomp.testing.bringup import Row, bringup, print_table, to_html
 
 __all__ = ["run_bringup"]

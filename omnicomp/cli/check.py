@@ -1,22 +1,20 @@
 """`omnicomp check`: whether what fell back is within a budget, as an exit status and in the forms that CI reads."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from omnicomp.audit import Audit
-from omnicomp.audit.fleet.runs import timelines
+from omnicomp.audit.fleet import timelines
 from omnicomp.audit.gate.annotations import to_annotations
 from omnicomp.audit.gate.judge import judge
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
-from omnicomp.audit.gate.verdict import Verdict
-from omnicomp.audit.gate.views import to_json, to_text
+from omnicomp.audit.gate.verdict import Verdict, to_json, to_text
 from omnicomp.audit.source import load as load_report
-from omnicomp.cli.views import write
-from omnicomp.errors import OmnicompError, TimelineError, nearest
+from omnicomp.cli.output import emit, pick
+from omnicomp.errors import OmnicompError, TimelineError
 from omnicomp.options.acknowledged import load
 from omnicomp.options.fallback_limits import FallbackBudget, parse_share
 
@@ -73,10 +71,7 @@ def run_check(
     Raises:
         OmnicompError: a file can't be read or written, or a value is wrong.
     """
-    name = format or (_SUFFIXES.get(output.suffix.lower(), "text") if output is not None else "text")
-    if name not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise OmnicompError(f"unknown format {name!r}{nearest(name, FORMATS) or f'; known ones are {known}'}")
+    name = pick(FORMATS, format, output, _SUFFIXES)
     if max_nodes is not None and max_nodes < 0:
         raise OmnicompError(f"--max-nodes takes a number of operators, not {max_nodes}")
     share = parse_share("--max-flops-share", max_flops_share)
@@ -89,8 +84,5 @@ def run_check(
         judge(audit, budget, acknowledged=acknowledged, baseline=before, name=file) for file, audit in reports(report)
     ]
     text = FORMATS[name](verdicts)
-    if output is None:
-        sys.stdout.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
-    else:
-        write(output, text)
+    emit(text, output)
     return 1 if any(verdict.over for verdict in verdicts) else 0

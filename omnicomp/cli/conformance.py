@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnicomp.cli.views import check_writable, write
+from omnicomp.cli.output import check_writable, write
 from omnicomp.testing.conformance import conformance, to_text
 
 __all__ = ["run_conformance"]

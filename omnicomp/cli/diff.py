@@ -1,13 +1,12 @@
 """`omnicomp diff`: what differs between two timelines or reports, and whether anything does."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from omnicomp.audit import AuditDiff, diff
-from omnicomp.cli.views import write
-from omnicomp.errors import OmnicompError, nearest
+from omnicomp.cli.output import emit, pick
+from omnicomp.errors import OmnicompError
 from omnicomp.timeline.printable import one_line
 
 __all__ = ["FORMATS", "run_diff"]
@@ -46,10 +45,7 @@ def run_diff(
     Raises:
         OmnicompError: a file can't be read or written, or the format is unknown.
     """
-    name = format or (_SUFFIXES.get(output.suffix.lower(), "text") if output is not None else "text")
-    if name not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise OmnicompError(f"unknown format {name!r}{nearest(name, FORMATS) or f'; known ones are {known}'}")
+    name = pick(FORMATS, format, output, _SUFFIXES)
     limits = {"--time-threshold": time_percent, "--memory-threshold": memory_percent}
     for option, percent in limits.items():
         if percent is not None and not 0 <= percent < float("inf"):
@@ -57,8 +53,5 @@ def run_diff(
     time, memory = (None if percent is None else percent / 100 for percent in limits.values())
     found = diff(before, after, time_threshold=time, memory_threshold=memory)
     text = FORMATS[name](found)
-    if output is None:
-        sys.stdout.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
-    else:
-        write(output, text)
+    emit(text, output)
     return 1 if found.differs else 0

@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from omnicomp.audit import Audit, audit
 from omnicomp.backend.options import policy_of
+from omnicomp.audit.views import VIEWS
 from omnicomp.cli import redirect
+from omnicomp.cli.output import check_writable, format_of, write
 from omnicomp.cli.redirect import Redirected, redirected
-from omnicomp.cli.views import check_writable, format_of, render, write
 from omnicomp.errors import OmnicompError, OptionError
 from omnicomp.timeline import JsonLinesSink, current, graph_dump
 from omnicomp.timeline.printable import one_line
@@ -90,7 +91,7 @@ def run(
         _say(f"omnicomp: note: {times} named the backend {name!r} and kept it")
     _say(one_line(_summary(found, counts)))
     if audit_path is not None:
-        write(audit_path, render(found, format_of(audit_path)))
+        write(audit_path, VIEWS[format_of(audit_path)](found))
     return code
 
 

@@ -68,7 +68,7 @@ class _Watch:
             if not verdict.over or verdict.nodes <= self._told:
                 return
             self._told = verdict.nodes
-        from omnicomp.audit.gate.views import message
+        from omnicomp.audit.gate.verdict import message
 
         if self._budget.on_excess == "error":
             self._error = message(verdict, self._graph)

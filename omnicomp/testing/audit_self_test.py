@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from omnicomp._torch.fx import boxed
-from omnicomp.audit.fold import build
+from omnicomp.audit.fold import fold
 from omnicomp.builder.record import emit_ran
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings import Executable, LoweringContext
@@ -131,4 +131,4 @@ def _mismatches(claim: str, call: Boxed) -> int:
     result = Executable(lowering=claim, call=call, attest=lambda: (f"it says {claim}", {}))
     witness.first(call, [torch.ones(3)])
     emit_ran(context, [plan], result, witness)
-    return len(build(timeline.events()).mismatches)
+    return len(fold(timeline.events()).mismatches)

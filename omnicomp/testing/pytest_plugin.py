@@ -76,7 +76,7 @@ class OmniAudit:
             TypeError: an argument is wrong.
         """
         __tracebackhide__ = True  # what failed is the test, and its lines are what pytest shows
-        from omnicomp.audit.gate.views import to_text
+        from omnicomp.audit.gate.verdict import to_text
         from omnicomp.errors import OptionError
         from omnicomp.options.fallback_limits import parse_budget
 
@@ -150,7 +150,7 @@ def _fallbacks(seen: OmniAudit) -> list[str]:
 
     if not len(current()):
         return []
-    from omnicomp.audit.gate.views import lines, what_and_where
+    from omnicomp.audit.gate.verdict import lines, what_and_where
 
     try:
         return [what_and_where(line) for line in lines(seen.verdict().counted)]

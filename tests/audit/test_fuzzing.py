@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.audit import Audit, build
-from omnicomp.audit.fleet.runs import fleet
-from omnicomp.audit.gate import views
+from omnicomp.audit.fleet import fleet
 from omnicomp.audit.gate.annotations import to_annotations
 from omnicomp.audit.gate.judge import judge
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
+from omnicomp.audit.gate.verdict import to_text
 from omnicomp.audit.source import load
-from omnicomp.audit.views import whytext
 from omnicomp.audit.views.jsonform import to_dict
 from omnicomp.audit.views.trace import to_trace
 from omnicomp.audit.views.tree import to_tree
@@ -71,13 +70,13 @@ def shown(found: Audit) -> None:
     assert "\x1b" not in to_tree(found)
     for question in ("*", "*foo*", "aten.foo"):
         with contextlib.suppress(ReportError):  # nothing has that name any more
-            assert "\x1b" not in whytext.to_text(why(found, question))
+            assert "\x1b" not in why(found, question).to_text()
 
 
 def judged(found: Audit, folder: Path) -> None:
     """Make every view of the verdict on its fallbacks."""
     verdicts = [judge(found, name="<b id=hostile>\x1b[2J")]
-    assert "\x1b" not in views.to_text(verdicts) + to_markdown(verdicts)
+    assert "\x1b" not in to_text(verdicts) + to_markdown(verdicts)
     assert not any(markup in to_markdown(verdicts) for markup in MARKUP)
     ElementTree.fromstring(to_junit(verdicts).encode())
     assert all(line.startswith("::") for line in to_annotations(verdicts, folder).splitlines())

@@ -1,26 +1,28 @@
 """What differs between two reports: a pure function of both."""
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from omnicomp.audit.diff.changes import KINDS, AuditDiff, Change
-from omnicomp.audit.diff.differences import difference, environments, options, passes
-from omnicomp.audit.diff.measuring import measures, over_threshold
-from omnicomp.audit.diff.pairing import operators, paired_graphs, paired_rows
-from omnicomp.audit.facts import Fallback
+from omnicomp.audit.diff.pairing import difference, operators, paired_graphs, paired_rows
+from omnicomp.audit.diff.report import KINDS, AuditDiff, Change, Measure, shown
 from omnicomp.audit.identity import operators_of, without_number
-from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
-from omnicomp.audit.views.rows import step_of
-from omnicomp.timeline import Retreat
+from omnicomp.audit.model import Fallback, GraphAudit, PartAudit, Report, Setting, SubgraphAudit
+from omnicomp.audit.views.rows import step_of, summary
+from omnicomp.timeline import NearMiss, Retreat, Rewrite
 
 __all__ = ["compare"]
 
+# Where events go, and what is said while a program runs: another value makes no other program.
+_OF_NO_EFFECT: Final = frozenset({"timeline", "timeline_max_bytes", "progress", "summary", "ranges", "fallback"})
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN: Final = 8
 
 
 def compare(
-    before: Audit, after: Audit, *, time_threshold: float | None = None, memory_threshold: float | None = None
+    before: Report, after: Report, *, time_threshold: float | None = None, memory_threshold: float | None = None
 ) -> AuditDiff:
     """Find what differs.
 
@@ -30,12 +32,12 @@ def compare(
         time_threshold: growth of a time, as a part of what it was, beyond which it is a change; None for none.
         memory_threshold: likewise of memory.
     """
-    measured = measures(before, after)
-    found = [*_between(before, after), *over_threshold(measured, time_threshold, memory_threshold)]
+    measured = _measures(before, after)
+    found = [*_between(before, after), *_over_threshold(measured, time_threshold, memory_threshold)]
     order = list(KINDS)
     return AuditDiff(
-        before=before.summary(),
-        after=after.summary(),
+        before=summary(before),
+        after=summary(after),
         changes=tuple(sorted(_grouped(found), key=lambda change: order.index(change.kind))),
         measures=measured,
         time_threshold=time_threshold,
@@ -43,7 +45,7 @@ def compare(
     )
 
 
-def _between(before: Audit, after: Audit) -> Iterator[Change]:
+def _between(before: Report, after: Report) -> Iterator[Change]:
     pairs, gone, new = paired_graphs(before.graphs, after.graphs)
     fallen = _by_graph(before.fallbacks), _by_graph(after.fallbacks)
     for one, other in pairs:
@@ -67,7 +69,7 @@ def _between(before: Audit, after: Audit) -> Iterator[Change]:
             sentence=f"the graph {_graph_name(graph)} is there now",
         )
         yield from _fallbacks([], fallen[1].get(graph.id, []), GraphAudit(id=""), graph)
-    yield from environments(before, after)
+    yield from _environments(before, after)
 
 
 def _graphs(one: GraphAudit, other: GraphAudit, was: list[Fallback], now: list[Fallback]) -> Iterator[Change]:
@@ -79,8 +81,8 @@ def _graphs(one: GraphAudit, other: GraphAudit, was: list[Fallback], now: list[F
     for name in dict.fromkeys((*parts, *others)):
         yield from _parts(name, parts.get(name), others.get(name), other, fallen)
     yield from _retreats(one, other)
-    yield from passes(one, other)
-    yield from options(one, other)
+    yield from _passes(one, other)
+    yield from _options(one, other)
 
 
 def _content(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
@@ -292,3 +294,169 @@ def _graph_name(graph: GraphAudit) -> str:
     function = graph.function.partition(" ")[0]
     name = f"{graph.module}.{function}" if graph.module and function else graph.module or function or "graph"
     return f"{name}:{graph.variant}" if graph.variant else name
+
+
+def _passes(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
+    """The passes that rewrite fewer or more places, and the candidates that they leave alone."""
+
+    def rewritten(item: Rewrite) -> Hashable:
+        return (item.name, item.kind, item.module, item.target)
+
+    def missed(item: NearMiss) -> Hashable:
+        return (item.name, item.kind, item.module, item.reason.code)
+
+    had, has = (_applied(graph) for graph in (one, other))
+    for name in dict.fromkeys((*had, *has)):
+        old, new = had.get(name), has.get(name)
+        if (old is None) != (new is None):
+            kind, text = ("pass_stopped", "does not run any more") if new is None else ("pass_started", "runs now")
+            if old or new:
+                yield Change(kind=kind, what=name, sentence=f"the pass {name} {text}", graph=other.identity)
+    gone, new = difference(one.rewrites, rewritten, other.rewrites, rewritten)
+    counts = Counter(item.name for item in one.rewrites), Counter(item.name for item in other.rewrites)
+    for kind, items, text in (("pass_stopped", gone, "not rewritten any more"), ("pass_started", new, "rewritten now")):
+        for item in items:
+            target = f" to {item.target}" if item.target else ""
+            yield Change(
+                kind=kind,
+                what=item.name,
+                graph=other.identity,
+                sentence=f"{item.name}: {item.kind}{target} is {text}",
+                before=f"{counts[0][item.name]} rewrites",
+                after=f"{counts[1][item.name]} rewrites",
+                places=tuple(filter(None, (item.module or item.source,))),
+            )
+    # A pass may say how many places it rewrote without telling of each.
+    told = set(counts[0]) | set(counts[1])
+    for name in sorted((set(had) & set(has)) - told):
+        old, now = had[name], has[name]
+        if old != now:
+            kind = "pass_stopped" if now < old else "pass_started"
+            yield Change(
+                kind=kind,
+                what=name,
+                graph=other.identity,
+                before=f"{old} rewrites",
+                after=f"{now} rewrites",
+                sentence=f"{name} rewrites {now} places, and rewrote {old}",
+            )
+    gone_misses, new_misses = difference(one.near_misses, missed, other.near_misses, missed)
+    for kind, misses in (("near_miss", new_misses), ("near_miss_gone", gone_misses)):
+        for miss in misses:
+            text = "leaves a candidate alone" if kind == "near_miss" else "has one candidate less that it left alone"
+            yield Change(
+                kind=kind,
+                what=miss.name,
+                graph=other.identity,
+                sentence=f"{miss.name}: {miss.kind} {text}",
+                places=tuple(filter(None, (miss.module or miss.source,))),
+                reasons=(miss.reason,) if kind == "near_miss" else (),
+            )
+
+
+def _applied(graph: GraphAudit) -> dict[str, int]:
+    """How many places each pass that ran rewrote."""
+    return {run.name: run.rewrites for run in graph.passes if run.applied}
+
+
+def _options(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
+    """The options that took effect with another value."""
+    had, has = ({s.key: s for s in graph.settings if s.key not in _OF_NO_EFFECT} for graph in (one, other))
+    for key in dict.fromkeys((*had, *has)):
+        old, new = had.get(key), has.get(key)
+        asked = any(setting is not None and setting.requested for setting in (old, new))
+        # A report of a version that does not know an option says nothing of its default.
+        if (old is None or new is None) and not asked:
+            continue
+        before, after = _value(old), _value(new)
+        if before != after:
+            reason = new.reason if new is not None else None
+            yield Change(
+                kind="option",
+                what=key,
+                sentence=f"{key} is {after or 'not set'}, and was {before or 'not set'}",
+                before=before,
+                after=after,
+                graph=other.identity,
+                reasons=() if reason is None else (reason,),
+            )
+    if one.mode != other.mode:
+        sentence = f"the mode is {other.mode}, and was {one.mode}"
+        yield Change(kind="option", what="mode", sentence=sentence, before=one.mode, after=other.mode)
+
+
+def _value(setting: Setting | None) -> str:
+    return "" if setting is None else _ADDRESS.sub("", setting.effective or setting.requested)
+
+
+def _environments(before: Report, after: Report) -> Iterator[Change]:
+    """Versions and devices; the names of devices and platforms make no difference of their own."""
+    old, new = before.environment, after.environment
+    for name in sorted(set(old.versions) | set(new.versions)):
+        was, now = old.versions.get(name, ""), new.versions.get(name, "")
+        # What one of them does not tell can't be compared, as of another device's toolkit.
+        if was and now and was != now:
+            sentence = f"{name} is {now}, and was {was}"
+            yield Change(kind="version", what=name, sentence=sentence, before=was, after=now)
+    if before.graphs and after.graphs and set(old.devices) != set(new.devices):
+        was, now = ", ".join(old.devices), ", ".join(new.devices)
+        yield Change(
+            kind="device", what="device", sentence=f"the device is {now}, and was {was}", before=was, after=now
+        )
+    named = {type: (old.devices[type], new.devices[type]) for type in old.devices if type in new.devices}
+    facts = {**named, "platform": (", ".join(old.platforms), ", ".join(new.platforms))}
+    for what, (was, now) in facts.items():
+        if was and now and was != now:
+            sentence = f"{what} is {now}, and was {was}"
+            yield Change(kind="device", what=what, sentence=sentence, before=was, after=now, significant=False)
+
+
+def _measures(before: Report, after: Report) -> tuple[Measure, ...]:
+    """What was measured in both runs."""
+    one, other = _measured(before), _measured(after)
+    return tuple(
+        Measure(name=name, unit=unit, before=one[name, unit], after=other[name, unit])
+        for name, unit in one
+        if (name, unit) in other
+    )
+
+
+def _over_threshold(
+    measured: Sequence[Measure], time_threshold: float | None, memory_threshold: float | None
+) -> Iterator[Change]:
+    """The measures that grew by more than is allowed."""
+    limits = {"s": ("time", time_threshold), "bytes": ("memory", memory_threshold)}
+    for measure in measured:
+        kind, limit = limits.get(measure.unit, ("", None))
+        growth = measure.growth
+        if limit is None or growth is None or growth <= limit:
+            continue
+        yield Change(
+            kind=kind,
+            what=measure.name,
+            sentence=f"{measure.name} grew by {100 * growth:.0f} %, and {100 * limit:g} % are allowed",
+            before=shown(measure.before, measure.unit),
+            after=shown(measure.after, measure.unit),
+        )
+
+
+def _measured(audit: Report) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    stages: dict[str, float] = {}
+    for graph in audit.graphs:
+        for name, seconds in graph.compile_seconds.items():
+            stages[name] = stages.get(name, 0.0) + seconds
+    if stages:
+        found["compile", "s"] = sum(stages.values())
+        found.update({(f"compile: {name}", "s"): seconds for name, seconds in stages.items()})
+    timed = [row.timing for row in audit.subgraphs if row.timing is not None]
+    if timed:
+        found["one call of each subgraph", "s"] = sum(timing.fastest for timing in timed)
+    peaks = [row.memory.peak_bytes for row in audit.subgraphs if row.memory is not None and row.memory.peak_bytes >= 0]
+    if peaks:
+        found["peak memory", "bytes"] = max(peaks)
+    weights = [event.total for graph in audit.graphs for event in graph.weights]
+    if weights:
+        found["copies of weights", "bytes"] = max(weights)
+    found["cache hits", ""] = sum(1 for graph in audit.graphs for cache in graph.caches if cache.verdict == "hit")
+    return found

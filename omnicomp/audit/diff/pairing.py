@@ -1,13 +1,13 @@
 """Which graph of one report is which of another, and which subgraph: by identity, and by what is left of it."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from omnicomp.audit.identity import operators_of
 from omnicomp.audit.model import GraphAudit, SubgraphAudit
 
-__all__ = ["Pairs", "operators", "paired_graphs", "paired_rows"]
+__all__ = ["Pairs", "difference", "operators", "paired_graphs", "paired_rows"]
 
 Item = TypeVar("Item")
 Pairs = tuple[list[tuple[Item, Item]], list[Item], list[Item]]
@@ -90,3 +90,20 @@ def _paired(left: Sequence[Item], right: Sequence[Item], keys: Sequence[Callable
         taken = {id(other) for _, other in pairs}
         rest, others = unpaired, [item for item in others if id(item) not in taken]
     return pairs, rest, others
+
+
+def difference(
+    left: Iterable[Item], left_key: Callable[[Item], Hashable], right: Iterable[Item], key: Callable[[Item], Hashable]
+) -> tuple[list[Item], list[Item]]:
+    """What the first has more of than the second, and the second more than the first, as multisets of keys."""
+    waiting: dict[Hashable, list[Item]] = {}
+    for item in left:
+        waiting.setdefault(left_key(item), []).append(item)
+    new: list[Item] = []
+    for item in right:
+        same = waiting.get(key(item))
+        if same:
+            same.pop(0)
+        else:
+            new.append(item)
+    return [item for items in waiting.values() for item in items], new

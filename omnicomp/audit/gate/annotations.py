@@ -4,8 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from omnicomp.audit.gate.verdict import Fallen, Verdict
-from omnicomp.audit.gate.views import levers, notes, summary, why
+from omnicomp.audit.gate.verdict import Fallen, Verdict, levers, notes, summary, why
 from omnicomp.audit.views.escapes import github_data, github_property, relative, split_source
 
 __all__ = ["to_annotations"]

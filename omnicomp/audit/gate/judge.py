@@ -9,11 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from omnicomp.audit.diff.differences import difference
-from omnicomp.audit.diff.pairing import paired_graphs
-from omnicomp.audit.facts import Fallback
+from omnicomp.audit.diff.pairing import difference, paired_graphs
 from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict
-from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
+from omnicomp.audit.model import Fallback, GraphAudit, Report, SubgraphAudit
 from omnicomp.options.acknowledged import Acknowledged
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.options.selectors import selects
@@ -39,11 +37,11 @@ class _Item:
 
 
 def judge(
-    audit: Audit,
+    audit: Report,
     budget: FallbackBudget | None = None,
     *,
     acknowledged: Acknowledged | None = None,
-    baseline: Sequence[Audit] | None = None,
+    baseline: Sequence[Report] | None = None,
     name: str = "",
 ) -> Verdict:
     """Judge a report.
@@ -105,7 +103,7 @@ class _Eager:
         return (own,) if own is not None else tuple(self._by_op.get(fallback.op, ()))
 
 
-def _items(audit: Audit) -> Iterator[_Item]:
+def _items(audit: Report) -> Iterator[_Item]:
     """The fallbacks of the model, each once: what was placed on eager, and what moved there later."""
     graphs = {graph.id: graph for graph in audit.graphs}
     eager = {(graph.id, part.name): _Eager(part.subgraphs) for graph in audit.graphs for part in graph.parts}
@@ -223,7 +221,7 @@ def _is_for(selector: str, item: _Item, op: str) -> bool:
     return selects(selector, op, node=fallen.node, modules=item.modules, ids=ids, function=item.function)
 
 
-def _known(items: Sequence[_Item], audit: Audit, baseline: Audit) -> frozenset[int]:
+def _known(items: Sequence[_Item], audit: Report, baseline: Report) -> frozenset[int]:
     """Ids of the items that a baseline has, too: in the graph of the same identity, or else of the same place."""
     olds: dict[str, list[_Item]] = {}
     for item in _items(baseline):

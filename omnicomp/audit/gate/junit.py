@@ -5,8 +5,7 @@ from datetime import datetime, timezone
 from typing import Final
 from xml.etree import ElementTree
 
-from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict
-from omnicomp.audit.gate.views import levers, notes, summary, why
+from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict, levers, notes, summary, why
 from omnicomp.audit.model import GraphAudit, SubgraphAudit
 from omnicomp.audit.views.escapes import xml
 from omnicomp.timeline.printable import one_line

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from omnicomp.audit.gate.verdict import STATES, Verdict
-from omnicomp.audit.gate.views import Line, bounds, levers, lines, notes, why
+from omnicomp.audit.gate.verdict import STATES, Line, Verdict, bounds, levers, lines, notes, why
 from omnicomp.audit.views.escapes import code, markdown
-from omnicomp.audit.views.summary import percent, plural, short_source
+from omnicomp.audit.views.rows import percent, plural, short_source, summary
 
 __all__ = ["to_markdown"]
 
@@ -72,7 +71,7 @@ def _one(verdict: Verdict, *, named: bool) -> Iterator[str]:
         yield from _folded(
             f"On eager without counting: {plural(sum(line.nodes for line in rest), 'operator')}", _rest(rest)
         )
-    yield from _folded("The whole report in a line", [markdown(verdict.audit.summary()), "", *_shares(verdict)])
+    yield from _folded("The whole report in a line", [markdown(summary(verdict.audit)), "", *_shares(verdict)])
 
 
 def _rest(rest: Sequence[Line]) -> Iterator[str]:

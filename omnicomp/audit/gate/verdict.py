@@ -1,13 +1,35 @@
-"""What a budget says of a report, as frozen dataclasses; `omnicomp.audit.gate.judge` finds it."""
+"""What a budget says of a report: its data, and in words for a person, a log, and the error of a compilation."""
 
 import dataclasses
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from omnicomp.audit.model import Audit
+from omnicomp.audit.model import Report
+from omnicomp.audit.views.form import encode
+from omnicomp.audit.views.rows import percent, plural, reason_text, short_source
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Reason
+from omnicomp.timeline.printable import one_line
 
-__all__ = ["STATES", "Fallen", "Verdict"]
+__all__ = [
+    "CHECK_SCHEMA",
+    "STATES",
+    "Fallen",
+    "Line",
+    "Verdict",
+    "bounds",
+    "levers",
+    "lines",
+    "message",
+    "notes",
+    "summary",
+    "to_dict",
+    "to_json",
+    "to_text",
+    "what_and_where",
+    "why",
+]
 
 STATES: Final[dict[str, str]] = {
     "counts": "counts against the budget",
@@ -73,7 +95,7 @@ class Verdict:
     """
 
     name: str
-    audit: Audit
+    audit: Report
     budget: FallbackBudget
     fallen: tuple[Fallen, ...] = ()
     nodes: int = 0
@@ -104,12 +126,190 @@ class Verdict:
 
     def summary(self) -> str:
         """One line."""
-        from omnicomp.audit.gate.views import summary
-
         return summary(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that `docs/audit.md` describes, as plain dictionaries and lists."""
-        from omnicomp.audit.gate.views import to_dict
-
         return to_dict(self)
+
+
+CHECK_SCHEMA: Final = 1
+_SHOWN: Final = 8
+_IN_TEXT: Final = 200
+_BASES: Final = {"flops": "FLOPs", "nodes": "operators"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Fallbacks of one state, operator and cause, which a view shows as one.
+
+    Attributes:
+        items: all of them, at least one.
+    """
+
+    items: tuple[Fallen, ...]
+
+    @property
+    def first(self) -> Fallen:
+        """What is shown of them."""
+        return self.items[0]
+
+    @property
+    def nodes(self) -> int:
+        """How many operators they are."""
+        return sum(item.nodes for item in self.items)
+
+    @property
+    def what(self) -> str:
+        """`aten.topk.default x3`, or `g0.forward.2 (aten.mm.default and 2 more)` of a subgraph."""
+        item = self.first
+        if item.node:
+            return item.name if self.nodes == 1 else f"{item.name} x{self.nodes}"
+        more = f" and {len(item.ops) - 1} more" if len(item.ops) > 1 else ""
+        ops = f" ({item.name}{more})" if item.ops else ""
+        return f"{item.subgraph or item.graph}{ops}, {plural(self.nodes, 'operator')}"
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where they come from: source lines, or modules where no line is known."""
+        return tuple(dict.fromkeys(item.source or item.module for item in self.items if item.source or item.module))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that they come from."""
+        return tuple(dict.fromkeys(item.module for item in self.items if item.module))
+
+    def where(self, places: Iterable[str]) -> str:
+        """` at model.py:12 and 2 more in layers.0.attn and 5 more`."""
+        listed = list(places)
+        found = f" at {listed[0]}" if listed else ""
+        found += f" and {len(listed) - 1} more" if len(listed) > 1 else ""
+        modules = self.modules if any(item.source for item in self.items) else ()
+        found += f" in {modules[0]}" if modules else ""
+        found += f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        return f"{found} (backward)" if self.first.part == "backward" else found
+
+
+def lines(fallen: Iterable[Fallen]) -> list[Line]:
+    """Fallbacks, equal ones of several places as one line."""
+    grouped: dict[object, list[Fallen]] = {}
+    for item in fallen:
+        reasons = tuple((reason.code, reason.by, reason.sentence, reason.lever) for reason in item.reasons)
+        which = tuple(sorted(item.ops)) if item.node else item.subgraph
+        grouped.setdefault((item.state, item.why, which, item.part, reasons), []).append(item)
+    return [Line(tuple(items)) for items in grouped.values()]
+
+
+def bounds(verdict: Verdict) -> tuple[str, ...]:
+    """What counts against each bound: `2 operators run eager (at most 0)`, `5.0 % of FLOPs (at most 1.0 %)`."""
+    budget = verdict.budget
+    told = plural(verdict.nodes, "new operator" if verdict.compared else "operator")
+    verb = "runs" if verdict.nodes == 1 else "run"
+    limit = "" if budget.max_nodes is None else f" (at most {budget.max_nodes})"
+    found = [f"{told} {verb} eager{limit}"]
+    if budget.max_flops_share is not None:
+        basis = _BASES.get(verdict.basis, "the work")
+        found.append(f"{percent(verdict.share)} of {basis} (at most {percent(budget.max_flops_share)})")
+    return tuple(found)
+
+
+def summary(verdict: Verdict) -> str:
+    """One line: whether it is over the budget, what counts, and how much does not."""
+    head = "over the fallback budget" if verdict.over else "within the fallback budget"
+    counts: dict[str, int] = {}
+    for item in verdict.fallen:
+        if item.state != "counts":
+            counts[item.state] = counts.get(item.state, 0) + item.nodes
+    rest = [f"{count} {state}" for state, count in counts.items()]
+    told = (*bounds(verdict), *rest) if verdict.audit.graphs else ("no graph was compiled",)
+    return f"omni: {head}: {', '.join(told)}"
+
+
+def why(reasons: Sequence[Reason]) -> str:
+    """What each lowering that was asked said."""
+    return "; ".join(f"{reason.by}: {reason_text(reason)}" if reason.by else reason_text(reason) for reason in reasons)
+
+
+def levers(reasons: Sequence[Reason]) -> str:
+    """What the reader can change."""
+    return "; or ".join(dict.fromkeys(reason.lever for reason in reasons if reason.lever))
+
+
+def _line(line: Line) -> str:
+    reasons = line.first.reasons
+    text = f"{line.what}{line.where(line.places)}: {why(reasons) or 'no reason was recorded'}"
+    return f"{text}. To change this: {levers(reasons)}" if levers(reasons) else text
+
+
+def message(verdict: Verdict, graph: str) -> str:
+    """What the error says, where a graph is compiled: what is over, each operator with its line and lever.
+
+    Args:
+        verdict: of the graph alone.
+        graph: its id.
+    """
+    found = lines(verdict.counted)
+    head = f"{graph} is over the fallback budget: {', '.join(bounds(verdict))}"
+    body = [f"  - {one_line(_line(line))}" for line in found[:_SHOWN]]
+    more = [f"  - and {plural(len(found) - _SHOWN, 'more line')} in omnicomp.audit()"] if len(found) > _SHOWN else []
+    last = "To let one pass, name it in options={'fallback': {'allow': [...]}}, or acknowledge it in pyproject.toml."
+    return "\n".join([one_line(head), *body, *more, last])
+
+
+def to_text(verdicts: Sequence[Verdict]) -> str:
+    """Plain text: for each report a line, what counts, what does not, and what is wrong with the acknowledgements."""
+    text: list[str] = []
+    for verdict in verdicts:
+        head = one_line(summary(verdict))
+        text.append(f"{one_line(verdict.name)}: {head}" if len(verdicts) > 1 else head)
+        found = lines(verdict.fallen)
+        for line in found[:_IN_TEXT]:
+            if line.first.state == "counts":
+                # Indented alone, a name such as `::error::` would be a command to GitHub, which trims lines.
+                text.append(f"  - {one_line(_line(line))}")
+                continue
+            because = f": {line.first.why}" if line.first.why else ""
+            text.append(
+                one_line(f"  - {line.first.state}: {what_and_where(line)} ({STATES[line.first.state]}{because})")
+            )
+        if len(found) > _IN_TEXT:
+            text.append(f"  - and {plural(len(found) - _IN_TEXT, 'more line')}; the format json has them all")
+    text += [f"note: {one_line(note)}" for note in notes(verdicts)]
+    return "\n".join(text) + "\n"
+
+
+def notes(verdicts: Sequence[Verdict]) -> list[str]:
+    """What is wrong with the acknowledgements: of several reports, what holds for all of them."""
+    first = verdicts[0].notes if verdicts else ()
+    return [note for note in first if all(note in verdict.notes for verdict in verdicts)]
+
+
+def what_and_where(line: Line) -> str:
+    """`aten.topk.default x3 at model.py:12 and 2 more in layers.0`, on one line."""
+    return one_line(f"{line.what}{line.where(map(short_source, line.places))}")
+
+
+def to_dict(verdict: Verdict) -> dict[str, Any]:
+    """The JSON form of one verdict."""
+    return {
+        "schema": CHECK_SCHEMA,
+        "name": verdict.name,
+        "summary": summary(verdict),
+        "over": verdict.over,
+        "over_nodes": verdict.over_nodes,
+        "over_share": verdict.over_share,
+        "compared": verdict.compared,
+        "budget": encode(verdict.budget),
+        "nodes": verdict.nodes,
+        "share": verdict.share,
+        "basis": verdict.basis,
+        "fallen": [encode(item) for item in verdict.fallen],
+        "notes": list(verdict.notes),
+    }
+
+
+def to_json(verdicts: Sequence[Verdict]) -> str:
+    """The JSON form: whether any report is over the budget, and the verdicts."""
+    over = any(verdict.over for verdict in verdicts)
+    data = {"schema": CHECK_SCHEMA, "over": over, "verdicts": [to_dict(verdict) for verdict in verdicts]}
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"

@@ -11,8 +11,7 @@ from importlib.resources import files
 from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
-from omnicomp.audit.facts import Environment, Fallback
-from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Audit, GraphAudit
+from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Environment, Fallback, GraphAudit, Report
 from omnicomp.audit.views.form import keys
 from omnicomp.timeline import CODES, Reason
 
@@ -40,8 +39,8 @@ def generate(*, strict: bool = False) -> dict[str, Any]:
         "schema": {"const": AUDIT_SCHEMA, "description": "version of this form"},
         "summary": {"type": "string", "description": "the one line"},
         "events": {**_COUNT, "description": "number of events that it was made from"},
-        "skipped": {**_COUNT, "description": _documented(Audit)["skipped"]},
-        "share_basis": {"enum": list(SHARE_BASES), "description": _documented(Audit)["share_basis"]},
+        "skipped": {**_COUNT, "description": _documented(Report)["skipped"]},
+        "share_basis": {"enum": list(SHARE_BASES), "description": _documented(Report)["share_basis"]},
         "shares": {**_SHARES, "description": "share of the work by lowering"},
         "shares_by": {
             "type": "object",

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
-from omnicomp.audit.facts import Merge, TimeUse
-from omnicomp.audit.model import GraphAudit, PartAudit, SubgraphAudit
+from omnicomp.audit.model import GraphAudit, Merge, PartAudit, SubgraphAudit, TimeUse
 from omnicomp.errors import ReportError
 from omnicomp.timeline import Event, Reason
 

@@ -11,10 +11,10 @@ import hashlib
 import html
 from typing import Final
 
-from omnicomp.audit.model import Audit
-from omnicomp.audit.views.assets import asset
+from omnicomp.audit.model import Report
 from omnicomp.audit.views.pagedata import page_data, to_script, tones_of
-from omnicomp.audit.views.summary import graph_breaks, percent, plural
+from omnicomp.audit.views.rows import graph_breaks, percent, plural, summary
+from omnicomp.audit.views.style import asset
 from omnicomp.timeline.printable import printable
 
 __all__ = ["to_html"]
@@ -27,7 +27,7 @@ _SCRIPTS: Final = (
 )
 
 
-def to_html(audit: Audit, *, excerpts: bool = True) -> str:
+def to_html(audit: Report, *, excerpts: bool = True) -> str:
     """The whole page.
 
     Args:
@@ -59,16 +59,16 @@ def _e(value: object) -> str:
     return html.escape(printable(value), quote=True)
 
 
-def _header(audit: Audit) -> str:
+def _header(audit: Report) -> str:
     verdict, tone = _verdict(audit)
-    text = audit.summary().removeprefix("omni: ")
+    text = summary(audit).removeprefix("omni: ")
     return (
         f'<header>\n<h1>omnicomp audit <span class="pill {tone}">{_e(verdict)}</span></h1>\n'
         f'<p class="summary">{_e(text)}</p>\n{_bar(audit)}{_tiles(audit)}</header>'
     )
 
 
-def _verdict(audit: Audit) -> tuple[str, str]:
+def _verdict(audit: Report) -> tuple[str, str]:
     if audit.mismatches:
         return f"{plural(len(audit.mismatches), 'subgraph')} did not run as planned", "bad"
     if not any(row.ran for row in audit.subgraphs):
@@ -80,7 +80,7 @@ def _verdict(audit: Audit) -> tuple[str, str]:
     return "as planned", "good"
 
 
-def _bar(audit: Audit) -> str:
+def _bar(audit: Report) -> str:
     """Shares of the work; drawn as SVG, whose sizes are attributes and need no style of their own."""
     shares = sorted(audit.shares.items(), key=lambda item: (item[0] == "eager", -item[1]))
     if not shares:
@@ -104,7 +104,7 @@ def _bar(audit: Audit) -> str:
     )
 
 
-def _tiles(audit: Audit) -> str:
+def _tiles(audit: Report) -> str:
     sites = audit.sites
     tiles = [
         ("graphs", str(len(audit.graphs)), "", "tab=about"),

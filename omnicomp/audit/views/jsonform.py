@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Audit, GraphAudit
+from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, GraphAudit, Report
 from omnicomp.audit.views.form import decode, encode
+from omnicomp.audit.views.rows import summary
 from omnicomp.errors import ReportError
 
 __all__ = ["from_dict", "from_json", "stable", "to_dict", "to_json"]
@@ -24,17 +25,17 @@ _CACHE_PATH: Final = re.compile(r"\S*torchinductor_\S*")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
-def to_json(audit: Audit) -> str:
+def to_json(audit: Report) -> str:
     """The JSON form as text, indented, with a stable order of keys."""
     return json.dumps(to_dict(audit), indent=2, ensure_ascii=False) + "\n"
 
 
-def to_dict(audit: Audit) -> dict[str, Any]:
+def to_dict(audit: Report) -> dict[str, Any]:
     """The JSON form as plain dictionaries and lists."""
     sites = audit.sites
     return {
         "schema": AUDIT_SCHEMA,
-        "summary": audit.summary(),
+        "summary": summary(audit),
         "events": audit.events,
         "skipped": audit.skipped,
         "share_basis": audit.share_basis,
@@ -48,7 +49,7 @@ def to_dict(audit: Audit) -> dict[str, Any]:
     }
 
 
-def from_json(text: str, name: str) -> Audit:
+def from_json(text: str, name: str) -> Report:
     """The report that `to_json` wrote.
 
     Args:
@@ -65,7 +66,7 @@ def from_json(text: str, name: str) -> Audit:
     return from_dict(data, name)
 
 
-def from_dict(data: Any, name: str = "the report") -> Audit:
+def from_dict(data: Any, name: str = "the report") -> Report:
     """The report of which `to_dict` made the data; what is computed from the rest is computed again.
 
     Raises:
@@ -77,7 +78,7 @@ def from_dict(data: Any, name: str = "the report") -> Audit:
     if schema > AUDIT_SCHEMA:
         raise ReportError(f"{name} has schema {schema} and this version reads up to {AUDIT_SCHEMA}; upgrade omnicomp")
     try:
-        return Audit(
+        return Report(
             graphs=decode(tuple[GraphAudit, ...], data["graphs"], "graphs"),
             events=decode(int, data.get("events", 0), "events"),
             share_basis=_basis(data.get("share_basis", "none")),
@@ -93,7 +94,7 @@ def _basis(value: Any) -> str:
     return str(value)
 
 
-def stable(audit: Audit) -> dict[str, Any]:
+def stable(audit: Report) -> dict[str, Any]:
     """The JSON form without times, artefacts, evidence and cache verdicts."""
     artefacts = sorted({a.artefact for row in audit.subgraphs for a in row.attempts if a.artefact}, key=len)
     return _stable(to_dict(audit), tuple(reversed(artefacts)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from omnicomp.audit.identity import natural
-from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
+from omnicomp.audit.model import GraphAudit, Report, SubgraphAudit
 from omnicomp.timeline import NearMiss, NodePlacement
 
 __all__ = ["BASES", "ModuleNode", "Rows", "basis_of", "module_trees"]
@@ -84,7 +84,7 @@ class ModuleNode:
             yield from child.every_row()
 
 
-def basis_of(audit: Audit, wanted: str | None = None) -> str:
+def basis_of(audit: Report, wanted: str | None = None) -> str:
     """What shares are counted in: what is wanted if it is known, else the report's own basis."""
     known = audit.shares_by
     if wanted is not None and known.get(wanted):
@@ -108,7 +108,7 @@ class _Module:
         return node
 
 
-def module_trees(audit: Audit, *, merge: bool = True) -> tuple[ModuleNode, ...]:
+def module_trees(audit: Report, *, merge: bool = True) -> tuple[ModuleNode, ...]:
     """A tree for each graph; its root stands for the whole graph.
 
     A subgraph lies where all of its module paths meet: its work can't be told apart by module.

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from omnicomp.audit.facts import Merge
-from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
+from omnicomp.audit.model import GraphAudit, Merge, PartAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.excerpts import Excerpts
 from omnicomp.audit.views.moduletree import BASES, basis_of
+from omnicomp.audit.views.rows import summary
 from omnicomp.audit.views.slices import Lane, Moment, Slice, lanes, moments
-from omnicomp.audit.views.tones import tones
+from omnicomp.audit.views.style import tones
 from omnicomp.timeline import Candidate, NearMiss, Reason, Rewrite
 from omnicomp.timeline.printable import printable
 
@@ -53,7 +53,7 @@ class _Reasons:
         return [self.number(reason) for reason in reasons]
 
 
-def page_data(audit: Audit, *, excerpts: bool = True) -> dict[str, Any]:
+def page_data(audit: Report, *, excerpts: bool = True) -> dict[str, Any]:
     """Everything that the page shows.
 
     Args:
@@ -64,7 +64,7 @@ def page_data(audit: Audit, *, excerpts: bool = True) -> dict[str, Any]:
     environment = audit.environment
     known = audit.shares_by
     data: dict[str, Any] = {
-        "summary": audit.summary().removeprefix("omni: "),
+        "summary": summary(audit).removeprefix("omni: "),
         "basis": basis_of(audit),
         "bases": {name: title for name, title in BASES.items() if known.get(name)},
         "tones": tones_of(audit),
@@ -93,7 +93,7 @@ def page_data(audit: Audit, *, excerpts: bool = True) -> dict[str, Any]:
     return data
 
 
-def tones_of(audit: Audit) -> dict[str, str]:
+def tones_of(audit: Report) -> dict[str, str]:
     """The class of each lowering that the page shows, of those that were only tried as well."""
     found = {name for row in audit.subgraphs for name in (row.lowering, row.planned)}
     found |= {each.lowering for row in audit.subgraphs for each in (*row.attempts, *row.runs)}
@@ -164,7 +164,7 @@ def _row(row: SubgraphAudit, graph: GraphAudit, number: int, reasons: _Reasons) 
     return {key: value for key, value in data.items() if value or key in ("id", "g", "nodes")}
 
 
-def _lists(audit: Audit, reasons: _Reasons) -> dict[str, list[Any]]:
+def _lists(audit: Report, reasons: _Reasons) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {
         name: [] for name in ("nodes", "retreats", "sites", "passes", "boundaries", "merges", "candidates", "guesses")
     }
@@ -245,7 +245,7 @@ def _moment(moment: Moment) -> list[Any]:
     return [*head, moment.tone, moment.detail]
 
 
-def _excerpts(audit: Audit, reasons: Sequence[Reason]) -> dict[str, list[Any]]:
+def _excerpts(audit: Report, reasons: Sequence[Reason]) -> dict[str, list[Any]]:
     """Lines of source by place: what fell back or was left alone first, then the other rows."""
     reader = Excerpts(around=3)
     found: dict[str, list[Any]] = {}

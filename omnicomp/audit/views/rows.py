@@ -1,34 +1,171 @@
-"""Cells that the text and the HTML view share, so that both say the same in the same words."""
+"""The words, numbers and cells that all views of a report share, and the report in one line."""
 
 import dataclasses
-from collections.abc import Iterator
+import io
+from collections.abc import Collection, Iterator
 from typing import Final
 
-from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
-from omnicomp.audit.views.summary import plural, short_source
+from rich.box import ASCII_DOUBLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from omnicomp.audit.model import Fallback, GraphAudit, Report, SubgraphAudit
 from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Retreat, Speculation
-from omnicomp.timeline.printable import printable
+from omnicomp.timeline.printable import one_line, printable
 
 __all__ = [
+    "NOTHING",
     "ReasonRow",
     "basis_note",
     "cache_note",
     "calibration",
+    "cell",
     "counts",
     "duration",
+    "graph_breaks",
     "graph_line",
     "near_miss_text",
     "node_diff",
     "pass_result",
+    "percent",
+    "plain",
+    "plural",
     "printable",
     "reason_rows",
     "reason_text",
+    "short_source",
     "speculation",
     "status",
     "step_of",
+    "summary",
+    "table",
+    "to_line",
     "what",
     "with_lever",
 ]
+
+NOTHING = "omni: nothing was compiled yet; call the compiled function first"
+
+
+def plain(*renderables: RenderableType, width: int = 120) -> str:
+    """Text without colours or trailing blanks, for files and pipes."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, no_color=True, force_terminal=False, legacy_windows=False)
+    console.print(*renderables, sep="\n", highlight=False)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
+
+
+def cell(value: object, style: str = "") -> Text:
+    """Text that shows markup and control characters instead of obeying them."""
+    return Text(printable(value), style=style)
+
+
+def table(title: str, *columns: str, right: Collection[str] = ()) -> Table:
+    """An empty table whose rules are ASCII: the same in a log file, a pager and a terminal without Unicode.
+
+    Args:
+        title: above the table.
+        columns: their heads.
+        right: those that are aligned to the right.
+    """
+    found = Table(title=title, title_justify="left", title_style="bold", box=ASCII_DOUBLE_HEAD, expand=False)
+    for column in columns:
+        found.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return found
+
+
+def summary(audit: Report) -> str:
+    """One line: shares of the work, attention, retreats, and whether what ran is what was planned."""
+    if not audit.events:
+        return NOTHING
+    rows = [row for row in audit.subgraphs if not row.parent and not row.superseded]
+    head = f"omni: {plural(len(audit.graphs), 'graph')}, {plural(len(rows), 'subgraph')}"
+    if not audit.subgraphs:
+        return f"{head}: nothing was built"
+    clauses = [_shares(audit)]
+    sites = audit.sites
+    if sites.total:
+        clauses.append(f"attention {len(sites.fused)} of {plural(sites.total, 'site')} fused")
+    ineffective = [option.key for graph in audit.graphs for option in graph.ineffective]
+    if ineffective:
+        keys = ", ".join(dict.fromkeys(ineffective))
+        clauses.append(f"{plural(len(set(ineffective)), 'option')} not as requested ({keys})")
+    broken = graph_breaks(audit)
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        clauses.append(f"{plural(len(broken), 'graph break')} ({short_source(broken[0])}{more})")
+    if audit.retreats:
+        clauses.append(plural(len(audit.retreats), "retreat"))
+    clauses.append(_verdict(audit))
+    return f"{head}: {'; '.join(clause for clause in clauses if clause)}"
+
+
+def to_line(audit: Report) -> str:
+    """The summary as the text of a file."""
+    return f"{one_line(summary(audit))}\n"
+
+
+def graph_breaks(audit: Report) -> list[str]:
+    """The places at which Dynamo broke off, each once; a break in a called function ends the graph of each caller."""
+    found = (miss for graph in audit.graphs for miss in graph.near_misses if miss.reason.code == "graph_break")
+    return list(dict.fromkeys(miss.source or miss.node for miss in found))
+
+
+def _shares(audit: Report) -> str:
+    basis = {"flops": "FLOPs", "nodes": "operators"}.get(audit.share_basis, "")
+    shares = audit.shares
+    pieces: list[str] = []
+    for lowering in sorted(shares, key=lambda name: (name == "eager", -shares[name], name)):
+        piece = f"{lowering or 'unplanned'} {percent(shares[lowering])}"
+        if not pieces and basis:
+            piece += f" of {basis}"
+        where = _where(audit.fallbacks) if lowering == "eager" else ""
+        pieces.append(f"{piece} ({where})" if where else piece)
+    return ", ".join(pieces)
+
+
+def _where(fallbacks: tuple[Fallback, ...]) -> str:
+    """The first fallback and how many more places there are."""
+    places = list(dict.fromkeys((f.op.split(", ")[0] or f.subgraph, f.source) for f in fallbacks))
+    if not places:
+        return ""
+    op, source = places[0]
+    first = f"{op} at {short_source(source)}" if source else op
+    return f"{first} and {len(places) - 1} more" if len(places) > 1 else first
+
+
+def _verdict(audit: Report) -> str:
+    wrong = list(audit.mismatches)
+    if wrong:
+        more = f", and {len(wrong) - 1} more did not run as planned" if len(wrong) > 1 else ""
+        return f"ERROR: {wrong[0].id} was {wrong[0].difference}{more}"
+    live = [row for row in audit.subgraphs if not row.superseded]
+    idle = sum(1 for row in live if row.ran is None)
+    if idle == len(live):
+        return "nothing ran yet"
+    return f"nothing that ran differs from the plan{f'; {idle} not called yet' if idle else ''}"
+
+
+def percent(share: float | None) -> str:
+    """A share as `98.7 %`; what is little but not nothing is not shown as nothing."""
+    if share is None:
+        return ""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= share < 1 - 1e-12:
+        return "> 99.9 %"
+    return f"{100 * share:.1f} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def short_source(source: str) -> str:
+    """`model.py:12` of `/home/me/model.py:12`."""
+    return source.replace("\\", "/").rsplit("/", 1)[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +266,7 @@ def reason_text(reason: Reason) -> str:
     return f"{reason.sentence} ({inside})" if inside else reason.sentence
 
 
-def reason_rows(audit: Audit) -> list[ReasonRow]:
+def reason_rows(audit: Report) -> list[ReasonRow]:
     """Everything that has reasons; places that share operator, lowering and reasons are one row with a count."""
     grouped: dict[object, ReasonRow] = {}
     for row in _reason_rows(audit):
@@ -153,7 +290,7 @@ def step_of(retreat: Retreat) -> str:
     return f"{source} builds it in pieces only"
 
 
-def _reason_rows(audit: Audit) -> Iterator[ReasonRow]:
+def _reason_rows(audit: Report) -> Iterator[ReasonRow]:
     for graph in audit.graphs:
         for retreat in graph.retreats:
             yield ReasonRow(f"{retreat.subgraph}: {step_of(retreat)}", retreat.reason.source, (retreat.reason,))
@@ -226,7 +363,7 @@ def cache_note(event: Cache) -> str:
     )
 
 
-def basis_note(audit: Audit) -> str:
+def basis_note(audit: Report) -> str:
     """What the shares count, said where it is not FLOPs."""
     if audit.share_basis == "nodes":
         return "Shares count operators: the FLOPs are unknown or zero."

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from omnicomp.audit.model import Audit, GraphAudit, SubgraphAudit
+from omnicomp.audit.model import GraphAudit, Report, SubgraphAudit
 from omnicomp.timeline import Attempt, Stage
 
 __all__ = ["Lane", "Moment", "Slice", "lanes", "moments"]
@@ -94,7 +94,7 @@ class Lane:
     slices: tuple[Slice, ...]
 
 
-def lanes(audit: Audit) -> tuple[Lane, ...]:
+def lanes(audit: Report) -> tuple[Lane, ...]:
     """The compilations of each process; a report without times has none."""
     by_process: dict[tuple[int, int], list[Slice]] = {}
     for graph in audit.graphs:
@@ -236,7 +236,7 @@ def _clamped(found: Slice, start: float, end: float) -> Slice:
     return _filled(cut, found.inside)
 
 
-def moments(audit: Audit) -> tuple[Moment, ...]:
+def moments(audit: Report) -> tuple[Moment, ...]:
     """What happened at one time each, in order: first calls, retreats, verdicts of caches, outcomes of checks."""
     found = [moment for graph in audit.graphs for moment in _moments(graph) if _drawable(moment.time)]
     return tuple(sorted(found, key=lambda moment: (moment.time, moment.graph, moment.name)))

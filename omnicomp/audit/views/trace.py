@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final
 
-from omnicomp.audit.model import Audit
+from omnicomp.audit.model import Report
+from omnicomp.audit.views.rows import summary
 from omnicomp.audit.views.slices import Lane, Moment, Slice, lanes, moments
 from omnicomp.timeline.printable import one_line
 
@@ -25,7 +26,7 @@ _MADE_UP: Final = 1_000_000_000
 _COLOURS: Final = {"inductor": "good", "override": "rail_response", "eager": "bad"}
 
 
-def to_trace(audit: Audit) -> str:
+def to_trace(audit: Report) -> str:
     """The trace as JSON text, to be opened in https://ui.perfetto.dev; times begin with the first event."""
     rows = lanes(audit)
     happened = moments(audit)
@@ -39,7 +40,7 @@ def to_trace(audit: Audit) -> str:
     events += [_moment(moment, numbers[moment.rank, moment.pid], zero) for moment in happened]
     data = {
         "displayTimeUnit": "ms",
-        "otherData": {"summary": one_line(audit.summary()), "time_zero_s": zero, **audit.environment.versions},
+        "otherData": {"summary": one_line(summary(audit)), "time_zero_s": zero, **audit.environment.versions},
         "traceEvents": events,
     }
     return json.dumps(_written(data), ensure_ascii=True, indent=1, allow_nan=False) + "\n"

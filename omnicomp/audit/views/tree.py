@@ -1,17 +1,16 @@
 """The report as a tree by module path, for a terminal."""
 
-import io
 from collections.abc import Iterator
 from typing import Final
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from omnicomp.audit.model import Audit, GraphAudit
+from omnicomp.audit.model import GraphAudit, Report
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.moduletree import BASES, ModuleNode, Rows, basis_of, module_trees
-from omnicomp.audit.views.summary import percent, short_source
+from omnicomp.audit.views.rows import percent, short_source, summary
 from omnicomp.timeline import NodePlacement, Reason
 from omnicomp.timeline.printable import one_line
 
@@ -27,7 +26,7 @@ class _Tree(Tree):
     TREE_GUIDES: list[tuple[str, str, str, str]] = [Tree.ASCII_GUIDES] * 3
 
 
-def to_tree(audit: Audit, *, by: str | None = None, width: int = _WIDTH) -> str:
+def to_tree(audit: Report, *, by: str | None = None, width: int = _WIDTH) -> str:
     """Plain text without colours.
 
     Args:
@@ -36,16 +35,13 @@ def to_tree(audit: Audit, *, by: str | None = None, width: int = _WIDTH) -> str:
             report's own basis.
         width: columns.
     """
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, no_color=True, force_terminal=False, legacy_windows=False)
-    console.print(*tree_renderables(audit, by=by), sep="\n", highlight=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
+    return rows.plain(*tree_renderables(audit, by=by), width=width)
 
 
-def tree_renderables(audit: Audit, *, by: str | None = None) -> Iterator[RenderableType]:
+def tree_renderables(audit: Report, *, by: str | None = None) -> Iterator[RenderableType]:
     """The summary, then a tree for each graph, coloured by lowering."""
     basis = basis_of(audit, by)
-    yield Text(one_line(audit.summary()), style="bold red" if audit.mismatches else "bold")
+    yield Text(one_line(summary(audit)), style="bold red" if audit.mismatches else "bold")
     if by is not None and basis != by:
         yield Text(f"Shares count {BASES[basis]}: of {BASES.get(by, by)} nothing is known.", style="dim")
     for graph, root in zip(audit.graphs, module_trees(audit), strict=True):

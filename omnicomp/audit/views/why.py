@@ -1,28 +1,122 @@
-"""Why something is where it is: the whole chain of reasons for a node, operator, module, subgraph, pass or option."""
+"""Why something is where it is: what a name means, the whole chain of reasons, and both as text."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from omnicomp.audit.model import Audit, GraphAudit, PartAudit, SubgraphAudit
+from omnicomp.audit.model import GraphAudit, PartAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
-from omnicomp.audit.views.naming import (
-    is_at,
-    is_inside,
-    is_name,
-    is_of_reason,
-    known_names,
-    means_miss,
-    means_node,
-    means_row,
-)
-from omnicomp.audit.views.summary import percent, plural
+from omnicomp.audit.views.excerpts import Excerpt, Excerpts
+from omnicomp.audit.views.rows import percent, plural
+from omnicomp.audit.views.tree import STYLES
 from omnicomp.errors import ReportError, nearest
-from omnicomp.timeline import NearMiss, NodePlacement, Reason
+from omnicomp.timeline import CODES, NearMiss, NodePlacement, Reason
+from omnicomp.timeline.printable import one_line
 
-__all__ = ["Answer", "Step", "Why", "why"]
+__all__ = [
+    "Answer",
+    "Step",
+    "Why",
+    "is_at",
+    "is_inside",
+    "is_name",
+    "is_of_reason",
+    "is_operator",
+    "known_names",
+    "means_miss",
+    "means_node",
+    "means_row",
+    "renderables",
+    "to_text",
+    "why",
+]
+
+
+def is_name(question: str, name: str) -> bool:
+    """Whether a name is the one that is meant, or matches the pattern."""
+    return bool(name) and (question == name or fnmatch.fnmatchcase(name, question))
+
+
+def is_inside(question: str, module: str) -> bool:
+    """Whether a module is the one that is meant, or inside it."""
+    return bool(module) and (is_name(question, module) or fnmatch.fnmatchcase(module, f"{question}.*"))
+
+
+def is_operator(question: str, op: str) -> bool:
+    """Whether it is the operator, with or without its namespace and overload."""
+    names = (op, op.rpartition(".")[0], op.partition(".")[2], op.partition(".")[2].rpartition(".")[0])
+    return any(is_name(question, name) for name in names)
+
+
+def is_at(question: str, source: str) -> bool:
+    """`file:12`, its end, or the whole file."""
+    return bool(source) and (
+        is_name(question, source)
+        or source.endswith(f"/{question}")
+        or is_name(question, source.rpartition(":")[0])
+        or source.rpartition(":")[0].endswith(f"/{question}")
+    )
+
+
+def is_of_reason(question: str, reason: Reason) -> bool:
+    """Whether a reason has that code, is about that node, or was caused or given by it."""
+    node = reason.node.partition(" ")[0]
+    return question in (reason.code, node, reason.cause.partition(" ")[0], reason.by) and bool(question)
+
+
+def means_node(question: str, node: NodePlacement) -> bool:
+    """Whether a refused node is meant, by any of its names."""
+    return (
+        is_name(question, node.node)
+        or is_operator(question, node.op)
+        or is_inside(question, node.module)
+        or is_at(question, node.source)
+        or any(question == reason.code or question == reason.cause.partition(" ")[0] for reason in node.chain)
+    )
+
+
+def means_row(question: str, row: SubgraphAudit) -> bool:
+    """Whether a subgraph is meant, or has something that is."""
+    return (
+        any(is_name(question, name) for name in (row.id, row.identity, row.id.partition("/")[2]))
+        or any(is_inside(question, module) for module in (row.module, *row.modules))
+        or any(is_operator(question, op) for op in row.ops)
+        or any(is_at(question, source) for source in row.sources)
+        or any(is_of_reason(question, reason) for reason in row.reasons)
+    )
+
+
+def means_miss(question: str, miss: NearMiss) -> bool:
+    """Whether a candidate that a pass left alone is meant."""
+    return (
+        any(is_name(question, name) for name in (miss.node, miss.name, miss.kind))
+        or is_operator(question, miss.node)
+        or is_inside(question, miss.module)
+        or is_at(question, miss.source)
+        or is_of_reason(question, miss.reason)
+    )
+
+
+def known_names(audit: Report) -> set[str]:
+    """What a question may be about, for the hint at a misspelt one."""
+    found: set[str] = set(CODES)
+    for graph in audit.graphs:
+        found |= {graph.id, *(setting.key for setting in graph.settings), *(run.name for run in graph.passes)}
+        for miss in graph.near_misses:
+            found |= {miss.node, miss.module}
+        for part in graph.parts:
+            for node in part.declined:
+                found |= {node.node, node.op, node.module, node.op.rpartition(".")[0]}
+            for row in part.subgraphs:
+                found |= {row.id, row.module, *row.modules, *row.ops}
+    return found - {""}
+
 
 _MOST_PLACES: Final = 8
 # Codes of what is decided before anything is built.
@@ -81,20 +175,16 @@ class Why:
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        from omnicomp.audit.views.whytext import to_text
-
         return to_text(self)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from omnicomp.audit.views.whytext import renderables
-
         yield from renderables(self)
 
 
-def why(audit: Audit, name: str) -> Why:
+def why(audit: Report, name: str) -> Why:
     """Tell why something is where it is.
 
     What fell back, was left alone or changed comes first; what is where it was planned is one answer at the end.
@@ -357,3 +447,87 @@ def _place(answer: Answer) -> str:
 
 def _said(reason: Reason) -> tuple[str, str, str, str, str]:
     return reason.code, reason.sentence, reason.observed, reason.needed, reason.by
+
+
+_TONES: Final = {"bad": "bold red", "warn": "yellow", "good": "green", "": "default"}
+
+
+def to_text(found: Why) -> str:
+    """Plain text, 120 columns wide, without colours."""
+    return rows.plain(*renderables(found))
+
+
+def renderables(found: Why) -> Iterator[RenderableType]:
+    """Each answer, with a line between them."""
+    excerpts = Excerpts()
+    for number, answer in enumerate(found.answers):
+        if number:
+            yield Text()
+        yield Text(one_line(answer.title), style=f"bold {STYLES.get(answer.lowering, '')}".strip())
+        facts = _grid()
+        for name, value in answer.facts:
+            if value:
+                facts.add_row(Text(name, style="dim"), Text(one_line(value)))
+        if answer.source:
+            facts.add_row(Text("source", style="dim"), Text(one_line(answer.source)))
+        if facts.row_count:
+            yield Padding(facts, (0, 0, 0, 2))
+        excerpt = excerpts.of(answer.source, answer.time)
+        if excerpt is not None:
+            yield Padding(_lines(excerpt), (0, 0, 0, 4))
+        yield Padding(_steps(answer), (0, 0, 0, 2))
+        if answer.places:
+            yield Text(f"  the same holds for {len(answer.places)} more:" if len(answer.places) > 1 else "  likewise:")
+            for place in answer.places:
+                yield Padding(Text(one_line(place), style="dim"), (0, 0, 0, 4))
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _lines(excerpt: Excerpt) -> Text:
+    text = Text()
+    width = len(str(excerpt.first + len(excerpt.lines)))
+    for number, line, meant in excerpt.numbered():
+        mark = ">" if meant else " "
+        text.append(f"{mark} {number:>{width}} | {line}\n", style="bold" if meant else "dim")
+    if excerpt.changed:
+        text.append("  (the file was changed after the run)\n", style="yellow")
+    text.rstrip()
+    return text
+
+
+def _steps(answer: Answer) -> Table:
+    grid = _grid()
+    for number, step in enumerate(answer.steps, 1):
+        grid.add_row(Text(f"{number}."), _step(step, answer))
+    return grid
+
+
+def _step(step: Step, answer: Answer) -> RenderableType:
+    head = Text(one_line(step.what), style=_TONES[step.tone])
+    reason = step.reason
+    if reason is None:
+        return head
+    head.append(f": {one_line(reason.sentence)}", style="default").append(one_line(f" [{reason.code}]"), style="dim")
+    rows = {
+        "observed": reason.observed,
+        "needed": reason.needed,
+        "at": reason.node,
+        "caused by": reason.cause,
+        "source": reason.source if reason.source != answer.source else "",
+        "to change": reason.lever,
+    }
+    grid = _grid()
+    for name, value in rows.items():
+        if value:
+            grid.add_row(Text(name, style="dim"), Text(one_line(value), style="italic" if name == "to change" else ""))
+    whole = Table.grid()
+    whole.add_row(head)
+    if grid.row_count:
+        whole.add_row(Padding(grid, (0, 0, 0, 2)))
+    return whole

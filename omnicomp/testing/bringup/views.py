@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnicomp.audit.views.rows import printable
-from omnicomp.audit.views.style import STYLE
+from omnicomp.audit.views.style import asset
 from omnicomp.testing.bringup.ladder import STEPS
 from omnicomp.testing.bringup.table import Bringup, Next, Row, cells
 
@@ -105,7 +105,7 @@ _PAGE: Final = """<!doctype html>
 def to_html(found: Bringup) -> str:
     """One file: no network, no script, light or dark as the reader's system asks."""
     body = "\n".join(part for part in (_header(found), _next(found), _rows(found), _whole(found)) if part)
-    return _PAGE.format(style=STYLE, body=body)
+    return _PAGE.format(style=asset("base.css"), body=body)
 
 
 def _e(value: object) -> str:

@@ -10,8 +10,8 @@ import pytest
 
 import omnicomp
 from omnicomp.audit import AuditDiff, build, diff
-from omnicomp.audit.diff.changes import KINDS
 from omnicomp.audit.diff.compare import compare
+from omnicomp.audit.diff.report import KINDS
 from omnicomp.timeline import (
     Capture,
     Event,

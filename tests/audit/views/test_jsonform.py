@@ -81,7 +81,7 @@ def test_the_first_version_is_read(report: dict[str, Any]) -> None:
         del graph[key]
     for row in graph["parts"][0]["subgraphs"]:
         del row["shares"], row["timing"]
-    found = from_dict({"schema": 1, "events": 21, "graphs": [graph]})
+    found = Audit.of(from_dict({"schema": 1, "events": 21, "graphs": [graph]}))
     assert found.summary().startswith("omni: 1 graph, 3 subgraphs: inductor 80.0 %")
     assert found.graphs[0].settings == ()
 
@@ -138,7 +138,7 @@ PARTS = st.recursive(
 def test_any_data_is_a_report_or_one_sentence(data: dict[str, Any], graph: Any) -> None:
     for candidate in (data, {"schema": 2, "graphs": [{"id": "g0", "parts": [graph]}]}, {**data, "schema": 2}):
         try:
-            found = from_dict(candidate)
+            found = Audit.of(from_dict(candidate))
         except ReportError as error:
             found = None
             assert "\n" not in str(error)  # noqa: PT017
@@ -173,7 +173,7 @@ def test_a_report_with_a_wrong_value_anywhere_is_a_report_or_one_sentence(
             target = target[key]
         target[last] = draw.choice(values)
         try:
-            found = from_dict(broken, "r.json")
+            found = Audit.of(from_dict(broken, "r.json"))
         except ReportError as error:
             assert "\n" not in str(error)  # noqa: PT017
             continue

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from omnicomp.audit.decisions import facts_of
-from omnicomp.audit.fleet.runs import Fleet, fleet, ranges_of
-from omnicomp.audit.fold import build
+from omnicomp.audit import build
+from omnicomp.audit.fleet import Fleet, facts_of, fleet, ranges_of
 from omnicomp.errors import TimelineError
 from omnicomp.timeline import Capture, Event, JsonLinesSink, Ran, Reason, Retreat, Subgraph, Timeline
 

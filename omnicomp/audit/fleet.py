@@ -7,23 +7,39 @@ the largest group and up to 31 others the facts are kept, to say in what they di
 
 import dataclasses
 import hashlib
+import html
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from omnicomp.audit.decisions import facts_of
-from omnicomp.audit.facts import Shares
-from omnicomp.audit.identity import with_identities
-from omnicomp.audit.model import Audit, GraphAudit
-from omnicomp.audit.shares import with_shares
-from omnicomp.audit.source import load
-from omnicomp.audit.views.summary import plural
-from omnicomp.errors import OmnicompError, TimelineError
-from omnicomp.timeline.files import ROTATED
+from rich.console import RenderableType
+from rich.text import Text
 
-__all__ = ["FLEET_SCHEMA", "Fleet", "Group", "Process", "fleet", "ranges_of", "timelines"]
+from omnicomp.audit.fold import with_shares
+from omnicomp.audit.identity import with_identities
+from omnicomp.audit.model import GraphAudit, Report, Shares
+from omnicomp.audit.source import load
+from omnicomp.audit.views.rows import cell, percent, plain, plural, summary, table
+from omnicomp.errors import OmnicompError, TimelineError
+from omnicomp.timeline import Retreat
+from omnicomp.timeline.files import ROTATED
+from omnicomp.timeline.printable import one_line, printable
+
+__all__ = [
+    "FLEET_SCHEMA",
+    "FLEET_VIEWS",
+    "Fleet",
+    "Group",
+    "Process",
+    "facts_of",
+    "fleet",
+    "ranges_of",
+    "timelines",
+    "to_html",
+    "to_text",
+]
 
 FLEET_SCHEMA: Final = 1
 
@@ -138,15 +154,11 @@ class Fleet:
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        from omnicomp.audit.fleet import views
-
-        return views.to_text(self)
+        return to_text(self)
 
     def to_html(self) -> str:
         """One self-contained page."""
-        from omnicomp.audit.fleet import views
-
-        return views.to_html(self)
+        return to_html(self)
 
 
 @dataclasses.dataclass
@@ -217,7 +229,7 @@ def timelines(root: Path) -> Iterator[Path]:
     yield from sorted(names)
 
 
-def _by_process(report: Audit) -> Iterator[tuple[tuple[int, int], Audit]]:
+def _by_process(report: Report) -> Iterator[tuple[tuple[int, int], Report]]:
     """The report of each process that wrote to a file."""
     graphs: dict[tuple[int, int], list[GraphAudit]] = {}
     for graph in report.graphs:
@@ -227,7 +239,7 @@ def _by_process(report: Audit) -> Iterator[tuple[tuple[int, int], Audit]]:
         return
     for key, own in graphs.items():
         # Beside those of other processes they were told apart, and their shares were of all.
-        audit = Audit(graphs=with_identities([_without_shares(graph) for graph in own]), events=report.events)
+        audit = Report(graphs=with_identities([_without_shares(graph) for graph in own]), events=report.events)
         yield key, with_shares(audit)
 
 
@@ -242,13 +254,13 @@ def _without_shares(graph: GraphAudit) -> GraphAudit:
     return dataclasses.replace(graph, parts=parts)
 
 
-def _process(path: str, rank: int, pid: int, audit: Audit, kinds: dict[str, _Kind]) -> Process:
+def _process(path: str, rank: int, pid: int, audit: Report, kinds: dict[str, _Kind]) -> Process:
     facts = facts_of(audit)
     digest = hashlib.sha256("\n".join(sorted(facts)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
     kind = kinds.get(digest)
     if kind is None:
         kept = facts if len(kinds) < _GROUPS else None
-        kind = kinds[digest] = _Kind(len(kinds), path, audit.summary(), kept)
+        kind = kinds[digest] = _Kind(len(kinds), path, summary(audit), kept)
     kind.processes += 1
     kind.ranks.add(rank)
     times = [graph.time for graph in audit.graphs if graph.time]
@@ -307,3 +319,202 @@ def ranges_of(numbers: Iterable[int]) -> str:
 
 def _plural(count: int, noun: str, ending: str) -> str:
     return f"{count} {noun}{'' if count == 1 else ending}"
+
+
+# Lines of processes that a view shows; equal ranks are in the table of groups.
+_MOST: Final = 500
+
+_GROUP_COLUMNS: Final = ("report", "processes", "ranks", "example", "what it says")
+_PROCESS_COLUMNS: Final = (
+    *("rank", "process", "file", "report", "graphs", "subgraphs"),
+    *("work", "issues", "compiled", "caches"),
+)
+_STYLE: Final = """\
+:root { color-scheme: light dark; --line: #8884; --dim: #777; --bad: #c0392b; }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1320px; padding: 24px; }
+h1 { font-size: 20px; } h2 { font-size: 15px; margin-top: 28px; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: 4px 10px; border-bottom: 1px solid var(--line); }
+th { font-size: 12px; color: var(--dim); white-space: nowrap; }
+td { overflow-wrap: anywhere; }
+.bad { color: var(--bad); } .dim { color: var(--dim); } ul { list-style: none; padding: 0; }
+li { font: 12.5px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+"""
+
+Rows = Iterable[Sequence[str]]
+
+
+def _name(number: int) -> str:
+    """`A` for the first group, `B`, …, `Z`, `AA`."""
+    letters = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        letters = chr(ord("A") + rest) + letters
+    return letters
+
+
+def _group_rows(found: Fleet) -> Iterator[Sequence[str]]:
+    for group in found.groups:
+        says = group.summary.removeprefix("omni: ")
+        yield _name(group.number), str(group.processes), ranges_of(group.ranks), group.example, says
+
+
+def _process_rows(found: Fleet) -> Iterator[Sequence[str]]:
+    for process in found.processes[:_MOST]:
+        yield (
+            str(process.rank),
+            str(process.pid or ""),
+            process.path,
+            _name(process.group),
+            str(process.graphs),
+            str(process.subgraphs),
+            ", ".join(f"{name or 'unplanned'} {percent(share)}" for name, share in process.shares.items()),
+            _issues(process),
+            f"{process.seconds:.1f} s",
+            ", ".join(f"{verdict} {count}" for verdict, count in process.caches.items()),
+        )
+
+
+def _issues(process: Process) -> str:
+    counts = {
+        "not as planned": process.mismatches,
+        "fallbacks": process.fallbacks,
+        "retreats": process.retreats,
+    }
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+
+
+def _differences(group: Group) -> list[str]:
+    """Facts that a group has beside the first one's, and those that it lacks."""
+    lines = [f"+ {fact}" for fact in group.added] + [f"- {fact}" for fact in group.missing]
+    more = group.differences - len(lines)
+    if group.differences < 0:
+        lines.append("not compared: there are more kinds of reports than are held on to")
+    elif more > 0:
+        lines.append(f"and {more} more")
+    return lines
+
+
+def _more(found: Fleet) -> str:
+    hidden = len(found.processes) - _MOST
+    return f"and {hidden} more processes; the JSON form has them all" if hidden > 0 else ""
+
+
+def to_text(found: Fleet) -> str:
+    """Plain text, 120 columns wide, without colours."""
+    shown: list[RenderableType] = [cell(found.summary())]
+    for title, columns, lines in (
+        ("Reports", _GROUP_COLUMNS, _group_rows(found)),
+        ("Processes", _PROCESS_COLUMNS, _process_rows(found)),
+    ):
+        filled = table(title, *columns)
+        for line in lines:
+            filled.add_row(*map(cell, line))
+        shown += [Text(), filled]
+    shown += [cell(_more(found))] if _more(found) else []
+    for group in found.groups[1:]:
+        shown += [Text(), cell(f"Report {_name(group.number)} against {_name(0)}")]
+        shown += [cell(f"  {line}") for line in _differences(group)]
+    shown += [cell(f"{path}: {error}") for path, error in found.unreadable]
+    return plain(*shown)
+
+
+def to_html(found: Fleet) -> str:
+    """The whole page."""
+    body = [f"<h1>omnicomp audit</h1>\n<p>{_e(found.summary().removeprefix('omni: '))}</p>"]
+    body += [_html_table("Reports", _GROUP_COLUMNS, _group_rows(found))]
+    for group in found.groups[1:]:
+        items = "".join(f"<li>{_e(line)}</li>" for line in _differences(group))
+        title = f"Report {_name(group.number)} against {_name(0)}"
+        body.append(f"<section><h2>{_e(title)}</h2>\n<ul>{items}</ul></section>")
+    body.append(_html_table("Processes", _PROCESS_COLUMNS, _process_rows(found)))
+    body += [f'<p class="dim">{_e(_more(found))}</p>'] if _more(found) else []
+    if found.unreadable:
+        items = "".join(f"<li>{_e(path)}: {_e(error)}</li>" for path, error in found.unreadable)
+        body.append(f'<section><h2 class="bad">Could not be read</h2>\n<ul>{items}</ul></section>')
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>omnicomp audit</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _e(value: object) -> str:
+    return html.escape(printable(value), quote=True)
+
+
+def _html_table(title: str, columns: Sequence[str], rows: Rows) -> str:
+    head = "".join(f"<th>{_e(column)}</th>" for column in columns)
+    body = "\n".join(f"<tr>{''.join(f'<td>{_e(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<section><h2>{_e(title)}</h2>\n<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div></section>"
+    )
+
+
+# What may differ from process to process, and changes nothing that is compiled.
+_OWN: Final = ("timeline", "timeline_max_bytes", "progress", "summary", "ranges", "fallback", "device")
+
+
+def facts_of(audit: Report) -> frozenset[str]:
+    """The facts of a report: without numbers of graphs, times, paths, ranks and verdicts of caches.
+
+    Args:
+        audit: the report of one process.
+    """
+    return frozenset(_counted(_facts(audit)))
+
+
+def _counted(facts: Iterable[str]) -> Iterator[str]:
+    for fact, count in Counter(facts).items():
+        yield fact if count == 1 else f"{fact} ({count} times)"
+
+
+def _facts(audit: Report) -> Iterator[str]:
+    for name, version in audit.environment.versions.items():
+        yield f"{name} has version {version}"
+    for graph in audit.graphs:
+        yield f"{graph.identity} was captured for {graph.device} {graph.device_name}".rstrip()
+        for setting in graph.settings:
+            if setting.key not in _OWN and setting.origin != "default":
+                yield f"{graph.identity}: option {setting.key} is {setting.effective or setting.requested}"
+        for run in graph.passes:
+            if run.modified:
+                yield f"{graph.identity}: {run.name} rewrote {plural(run.rewrites, 'place')}"
+        for miss in graph.near_misses:
+            yield f"{graph.identity}: {miss.name} left a candidate: {miss.reason.code}"
+        for retreat in graph.retreats:
+            yield f"{graph.identity}: {_moved(retreat)}"
+        yield from _facts_of_rows(graph)
+
+
+def _facts_of_rows(graph: GraphAudit) -> Iterator[str]:
+    for part in graph.parts:
+        for node in part.declined:
+            why = ", ".join(reason.code for reason in node.chain)
+            yield f"{graph.identity}: {part.name} has {node.op} on {node.lowering}: {why}"
+        for row in part.subgraphs:
+            ran = "given up" if row.superseded else f"ran on {row.ran}" if row.ran else "was not called"
+            yield f"{row.identity}: planned for {row.planned or 'nothing'}, {ran}"
+            for retreat in row.retreats:
+                yield f"{row.identity}: {_moved(retreat)}"
+            for found in row.verifications:
+                if found.state == "wrong":
+                    yield f"{row.identity}: {found.name} was wrong, {found.direction}"
+
+
+def _moved(retreat: Retreat) -> str:
+    return f"{retreat.source_lowering} gave way to {retreat.target_lowering}: {retreat.reason.code}"
+
+
+FLEET_VIEWS: Final[dict[str, Callable[[Fleet], str]]] = {
+    "text": to_text,
+    "json": Fleet.to_json,
+    "html": to_html,
+    "summary": lambda found: f"{one_line(found.summary())}\n",
+}

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from omnicomp.audit import build
-from omnicomp.audit.views.assets import asset
 from omnicomp.audit.views.html import to_html
-from omnicomp.audit.views.tones import ENGINES, tones
+from omnicomp.audit.views.style import ENGINES, asset, tones
 from omnicomp.timeline import Attempt, Event, Ran, Subgraph
 
 STYLE = asset("base.css") + asset("page.css")

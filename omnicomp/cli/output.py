@@ -1,27 +1,19 @@
-"""The audit's formats, and the files that they are written to."""
+"""The format that a command writes, and where it writes it."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from omnicomp.audit import Audit
-from omnicomp.audit.fleet.runs import Fleet
-from omnicomp.errors import OmnicompError
-from omnicomp.timeline.printable import one_line
+from omnicomp.errors import OmnicompError, nearest
 
-__all__ = ["FORMATS", "check_writable", "format_of", "render", "write"]
+__all__ = ["check_writable", "emit", "format_of", "pick", "write"]
 
-FORMATS: Final[dict[str, Callable[[Audit | Fleet], str]]] = {
-    "text": lambda found: found.to_text(),
-    "json": lambda found: found.to_json(),
-    "html": lambda found: found.to_html(),
-    "summary": lambda found: f"{one_line(found.summary())}\n",
-}
 _SUFFIXES: Final = {".txt": "text", ".json": "json", ".html": "html", ".htm": "html"}
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's extension stands for.
+    """The format of an audit that a file's extension stands for.
 
     Raises:
         OmnicompError: the extension is unknown.
@@ -33,15 +25,17 @@ def format_of(path: Path) -> str:
         raise OmnicompError(f"{path} has no known extension; name the audit with one of {known}") from None
 
 
-def render(found: Audit | Fleet, format: str) -> str:
-    """The audit of one timeline or of a folder in a format.
+def pick(formats: Mapping[str, Any], format: str | None, output: Path | None, suffixes: Mapping[str, str]) -> str:
+    """The name of the format that was asked for, else the one of the output's extension, else `text`.
 
     Raises:
         OmnicompError: the format is unknown.
     """
-    if format not in FORMATS:
-        raise OmnicompError(f"unknown format {format!r}; known ones are {', '.join(FORMATS)}")
-    return FORMATS[format](found)
+    name = format or (suffixes.get(output.suffix.lower(), "text") if output is not None else "text")
+    if name not in formats:
+        known = ", ".join(formats)
+        raise OmnicompError(f"unknown format {name!r}{nearest(name, formats) or f'; known ones are {known}'}")
+    return name
 
 
 def check_writable(path: Path) -> None:
@@ -68,3 +62,12 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OmnicompError(f"{path} can't be written ({error.strerror}); name another path") from None
+
+
+def emit(text: str, output: Path | None) -> None:
+    """Write a view to a file, or to standard output in the encoding that it has."""
+    if output is not None:
+        write(output, text)
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -19,8 +19,7 @@ from omnicomp.audit.gate.annotations import to_annotations
 from omnicomp.audit.gate.judge import judge
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
-from omnicomp.audit.gate.verdict import Verdict
-from omnicomp.audit.gate.views import message, to_json, to_text
+from omnicomp.audit.gate.verdict import Verdict, message, to_json, to_text
 from omnicomp.audit.views.escapes import code, github_data, github_property, markdown, relative, split_source, xml
 from omnicomp.options.acknowledged import Acknowledged, Entry
 from omnicomp.options.fallback_limits import FallbackBudget

@@ -1,1 +1,0 @@
-"""One report of a folder of timelines."""
