@@ -25,7 +25,7 @@ from omnicomp.audit.views.rows import cell, percent, plain, plural, summary, tab
 from omnicomp.errors import OmnicompError, TimelineError
 from omnicomp.timeline import Retreat
 from omnicomp.timeline.files import ROTATED
-from omnicomp.timeline.printable import one_line, printable
+from omnicomp.timeline.text import one_line, printable
 
 __all__ = [
     "FLEET_SCHEMA",

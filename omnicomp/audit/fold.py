@@ -44,7 +44,7 @@ from omnicomp.timeline import (
     Verification,
     Weights,
 )
-from omnicomp.timeline.values import text_of
+from omnicomp.timeline.text import text_of
 
 __all__ = ["fold", "with_shares"]
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from omnicomp.audit.model import GraphAudit, PartAudit, SubgraphAudit
-from omnicomp.timeline.values import common_path
+from omnicomp.timeline.text import common_path
 
 __all__ = [
     "graph_identity",

@@ -1,11 +1,9 @@
 """Sinks of the timeline, attached as the options and the environment ask: files, loggers, torch's trace, telemetry."""
 
+from omnicomp.audit import build
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import Timeline
-from omnicomp.timeline.sinks import logs
-from omnicomp.timeline.sinks import opentelemetry as telemetry
-from omnicomp.timeline.sinks import structured_trace as structured
-from omnicomp.timeline.sinks.jsonl import attach
+from omnicomp.timeline.sinks import jsonl, logs, opentelemetry, structured_trace
 
 __all__ = ["attach_all"]
 
@@ -17,8 +15,9 @@ def attach_all(timeline: Timeline, policy: Policy) -> None:
         timeline: of the process.
         policy: of the graph that is being captured.
     """
-    attach(timeline, None, policy.timeline_max_bytes)
+    jsonl.attach(timeline, None, policy.timeline_max_bytes)
     if policy.timeline is not None:
-        attach(timeline, policy.timeline, policy.timeline_max_bytes)
-    for outlet in (logs, structured, telemetry):
-        outlet.attach(timeline)
+        jsonl.attach(timeline, policy.timeline, policy.timeline_max_bytes)
+    logs.attach(timeline)
+    structured_trace.attach(timeline, lambda events: build(events).to_text())
+    opentelemetry.attach(timeline)

@@ -33,7 +33,7 @@ from omnicomp.options.policy import Policy, effective_options
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
 from omnicomp.timeline import Capture, NodePlacement, Option, Reason, Stage, current, rank
-from omnicomp.timeline.values import common_path, distinct
+from omnicomp.timeline.text import common_path, distinct
 
 __all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
 

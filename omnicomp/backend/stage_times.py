@@ -32,7 +32,7 @@ def stage(name: str, graph: str, part: str = "") -> Generator[None]:
     """Record how long the body took, also where it raises.
 
     Args:
-        name: a key of `omnicomp.timeline.durations.STAGES`.
+        name: a key of `omnicomp.timeline.events.STAGES`.
         graph: id of the graph.
         part: `forward`, `backward` or `inference`, or empty for the whole graph.
     """

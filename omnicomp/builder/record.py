@@ -46,8 +46,8 @@ from omnicomp.timeline import (
     Reason,
     Subgraph,
 )
-from omnicomp.timeline.reading import event_from_dict
-from omnicomp.timeline.values import common_path, distinct
+from omnicomp.timeline.files import event_from_dict
+from omnicomp.timeline.text import common_path, distinct
 
 __all__ = ["PartRecord", "emit_cudagraphs_off", "emit_ran", "read_record", "replay"]
 

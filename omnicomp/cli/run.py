@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any, Final
 
 from omnicomp.audit import Audit, audit
-from omnicomp.backend.options import policy_of
 from omnicomp.audit.views import VIEWS
+from omnicomp.backend.options import policy_of
 from omnicomp.cli import redirect
 from omnicomp.cli.output import check_writable, format_of, write
 from omnicomp.cli.redirect import Redirected, redirected
 from omnicomp.errors import OmnicompError, OptionError
 from omnicomp.timeline import JsonLinesSink, current, graph_dump
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = ["Program", "parse_options", "run"]
 

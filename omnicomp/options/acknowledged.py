@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from omnicomp.errors import AcknowledgeError, nearest
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = ["FILE", "Acknowledged", "Entry", "find", "load", "load_and_tell", "parse", "read"]
 

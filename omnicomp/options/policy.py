@@ -34,7 +34,7 @@ from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
 from omnicomp.options.placement_rules import Rule, parse_environment, parse_rules
 from omnicomp.timeline.privacy import PATHS, PATHS_VARIABLE
 from omnicomp.timeline.sinks.jsonl import LIMIT_VARIABLE, parse_size
-from omnicomp.timeline.values import text_of
+from omnicomp.timeline.text import text_of
 
 __all__ = ["LOWERINGS", "SPECS", "Policy", "effective_options", "parse"]
 

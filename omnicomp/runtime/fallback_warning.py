@@ -10,7 +10,7 @@ from omnicomp.options.acknowledged import load_and_tell
 from omnicomp.options.policy import Policy
 from omnicomp.options.selectors import selects
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Retreat, current
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = ["hush", "notify"]
 

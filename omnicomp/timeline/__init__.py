@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from omnicomp.timeline.boundaries import Boundary
-from omnicomp.timeline.candidates import Candidate
-from omnicomp.timeline.durations import Stage, Timing
 from omnicomp.timeline.events import (
+    EVENT_TYPES,
     SCHEMA_VERSION,
     Attempt,
+    Boundary,
     Cache,
     Calibration,
+    Candidate,
     Capture,
     Event,
     Memory,
@@ -22,15 +22,17 @@ from omnicomp.timeline.events import (
     Retreat,
     Rewrite,
     Speculation,
+    Stage,
     Subgraph,
+    Timing,
     Verification,
     Weights,
 )
-from omnicomp.timeline.kinds import EVENT_TYPES
+from omnicomp.timeline.files import read_events
 from omnicomp.timeline.levels import backend_timeline as _levels
 from omnicomp.timeline.reasons import CODES, Reason
 from omnicomp.timeline.recorder import Sink, Timeline, current, rank
-from omnicomp.timeline.sinks.jsonl import JsonLinesSink, attach, read_events
+from omnicomp.timeline.sinks.jsonl import JsonLinesSink, attach
 
 __all__ = [
     "CODES",

@@ -18,10 +18,14 @@ from typing import Any, ClassVar, Final
 from omnicomp.timeline.reasons import Reason
 
 __all__ = [
+    "EVENT_TYPES",
     "SCHEMA_VERSION",
+    "STAGES",
     "Attempt",
+    "Boundary",
     "Cache",
     "Calibration",
+    "Candidate",
     "Capture",
     "Event",
     "Memory",
@@ -34,7 +38,9 @@ __all__ = [
     "Retreat",
     "Rewrite",
     "Speculation",
+    "Stage",
     "Subgraph",
+    "Timing",
     "Verification",
     "Weights",
 ]
@@ -123,6 +129,30 @@ class Option(Event):
     reason: Reason
 
 
+STAGES: Final[dict[str, str]] = {
+    "dynamo": "Dynamo traced the frame, up to the call of the backend",
+    "autograd": "autograd, decompositions, the partitioner and lookups in caches; without the lowering inside",
+    "lowering": "a part was placed, cut and built",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage(Event):
+    """A stage of a compilation is over; recorded at its end.
+
+    The passes have events of their own, with their times.
+
+    Attributes:
+        stage: a key of `STAGES`.
+        seconds: wall time.
+        part: `forward`, `backward` or `inference` where the stage is that of a part; else empty.
+    """
+
+    stage: str
+    seconds: float
+    part: str = ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassRun(Event):
     """A pass ran, or was skipped.
@@ -179,6 +209,65 @@ class NearMiss(Event):
     reason: Reason
     source: str = ""
     module: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation(Event):
+    """Something was assumed of a graph's inputs, and what became of it.
+
+    Attributes:
+        state: `assumed`: a variant is right only where it holds, and every call checks. `held`, `failed`: what the
+            first call saw in which all, or not all, held. `compiled`: the variant was. `stopped`: nothing is checked
+            any more, and the general variant runs. `captured`: a call could neither check nor compile.
+        variant: `assumed` or `general`: the one that is meant, or that runs.
+        sentence: what was assumed.
+        inputs: placeholders that the check reads; only where the state is `assumed`.
+        saves: what the assumption saves, likewise.
+        source: `file:line` of what was assumed something of, likewise.
+        reason: why nothing is checked.
+    """
+
+    state: str
+    variant: str
+    sentence: str = ""
+    inputs: tuple[str, ...] = ()
+    saves: str = ""
+    source: str = ""
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration(Event):
+    """The error of a graph's outputs was bounded by the option `dtype_error`; errors are relative, of the worst output.
+
+    Attributes:
+        state: `measured` on real inputs; `known`: found before, in this process or an earlier one; `refused`: it could
+            not be measured, and everything stays wide.
+        bound: the option.
+        lowered: operators that the dtype policy lowers without a bound.
+        kept: how many of them stay wide; a `near_miss` each.
+        before: the error with all of them lowered; -1 if unknown or infinite.
+        after: the error with `kept` of them wide; -1 if unknown.
+        wide: the error with none lowered; -1 if it was not needed.
+        runs: of the graph, that it took; 0 if known.
+        seconds: wall time.
+        key: of what was found, in the cache.
+        note: why it could not be read from the cache or kept, or empty.
+        reason: why it was refused.
+    """
+
+    state: str
+    bound: float
+    lowered: int = 0
+    kept: int = 0
+    before: float = -1.0
+    after: float = -1.0
+    wide: float = -1.0
+    runs: int = 0
+    seconds: float = 0.0
+    key: str = ""
+    note: str = ""
+    reason: Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,6 +350,31 @@ class Subgraph(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Boundary(Event):
+    """Values that one subgraph of a part makes and another one reads.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        source: id of the subgraph that makes them.
+        target: id of the subgraph that reads them.
+        tensors: number of tensors.
+        bytes: their bytes, as a SymPy expression in the graph's own symbols.
+        bytes_hint: the same for the sizes seen at compile time; -1 if unknown.
+        copies: operators that copy one of them as the last thing before the boundary, or the first behind it.
+        casts: likewise, those that change its dtype.
+    """
+
+    part: str
+    source: str
+    target: str
+    tensors: int
+    bytes: str = "0"
+    bytes_hint: int = 0
+    copies: int = 0
+    casts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt(Event):
     """A lowering tried to build a subgraph, or was passed over.
 
@@ -284,6 +398,46 @@ class Attempt(Event):
     skipped: str = ""
     seconds: float = 0.0
     artefact: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate(Event):
+    """One way of compiling a graph that was looked at when the lowerings are chosen by measuring.
+
+    Attributes:
+        candidate: its name, such as `inductor`, `frozen` or `openvino`.
+        subgraph: id of the subgraph that it was measured for; empty where it was the whole graph.
+        lowerings: the order of lowerings that it stands for.
+        selected: whether it was chosen.
+        source: `measured` in this process, or `kept`: measured by an earlier one on this machine.
+        clock: `wall`, or `cpu` for the time that the process used with one thread, which is read where the machine is
+            busy with other work.
+        seconds: median time of a call; 0 if it was not timed.
+        fastest: time of the fastest call that was timed.
+        spread: half width of the range that the ratio to the first candidate lies in, as a share of it.
+        speed: time of the first candidate over its own, so that more than 1 is faster; 0 if it was not timed.
+        rounds: how often it was timed, in turn with the best one so far.
+        error: relative error of its results to a higher precision; -1 if it was not looked at.
+        own: eager's.
+        build_seconds: how long it took to build.
+        reason: why it was not chosen; None if it was.
+    """
+
+    candidate: str
+    subgraph: str = ""
+    lowerings: tuple[str, ...] = ()
+    selected: bool = False
+    source: str = "measured"
+    clock: str = ""
+    seconds: float = 0.0
+    fastest: float = 0.0
+    spread: float = 0.0
+    speed: float = 0.0
+    rounds: int = 0
+    error: float = -1.0
+    own: float = -1.0
+    build_seconds: float = 0.0
+    reason: Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,31 +520,6 @@ class Cache(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Speculation(Event):
-    """Something was assumed of a graph's inputs, and what became of it.
-
-    Attributes:
-        state: `assumed`: a variant is right only where it holds, and every call checks. `held`, `failed`: what the
-            first call saw in which all, or not all, held. `compiled`: the variant was. `stopped`: nothing is checked
-            any more, and the general variant runs. `captured`: a call could neither check nor compile.
-        variant: `assumed` or `general`: the one that is meant, or that runs.
-        sentence: what was assumed.
-        inputs: placeholders that the check reads; only where the state is `assumed`.
-        saves: what the assumption saves, likewise.
-        source: `file:line` of what was assumed something of, likewise.
-        reason: why nothing is checked.
-    """
-
-    state: str
-    variant: str
-    sentence: str = ""
-    inputs: tuple[str, ...] = ()
-    saves: str = ""
-    source: str = ""
-    reason: Reason | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights(Event):
     """The first call of a graph that reads low-precision copies of parameters instead of casting them.
 
@@ -405,40 +534,6 @@ class Weights(Event):
     bytes: int
     shared: int = 0
     total: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibration(Event):
-    """The error of a graph's outputs was bounded by the option `dtype_error`; errors are relative, of the worst output.
-
-    Attributes:
-        state: `measured` on real inputs; `known`: found before, in this process or an earlier one; `refused`: it could
-            not be measured, and everything stays wide.
-        bound: the option.
-        lowered: operators that the dtype policy lowers without a bound.
-        kept: how many of them stay wide; a `near_miss` each.
-        before: the error with all of them lowered; -1 if unknown or infinite.
-        after: the error with `kept` of them wide; -1 if unknown.
-        wide: the error with none lowered; -1 if it was not needed.
-        runs: of the graph, that it took; 0 if known.
-        seconds: wall time.
-        key: of what was found, in the cache.
-        note: why it could not be read from the cache or kept, or empty.
-        reason: why it was refused.
-    """
-
-    state: str
-    bound: float
-    lowered: int = 0
-    kept: int = 0
-    before: float = -1.0
-    after: float = -1.0
-    wide: float = -1.0
-    runs: int = 0
-    seconds: float = 0.0
-    key: str = ""
-    note: str = ""
-    reason: Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -462,6 +557,33 @@ class Memory(Event):
     before_bytes: int = -1
     after_bytes: int = -1
     peak_bytes: int = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing(Event):
+    """How long the calls of a subgraph took, up to one of them; recorded after 1, 2, 4, 8, … calls.
+
+    The device is waited for before and after each call.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        subgraph: its id.
+        device: type of the device.
+        calls: how many calls it is made of: all so far.
+        seconds: wall time of them together.
+        fastest: wall time of the fastest.
+    """
+
+    part: str
+    subgraph: str
+    device: str
+    calls: int
+    seconds: float
+    fastest: float
+
+
+EVENT_TYPES: Final[dict[str, type[Event]]] = {cls.type: cls for cls in Event.__subclasses__()}
+"""The events of this module, by the name that they have in a file."""
 
 
 def _plain(value: Any) -> Any:

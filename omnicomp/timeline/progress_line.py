@@ -1,7 +1,8 @@
 """One line on the terminal while a compilation takes long: what is being done, for how long, and what it waits for.
 
-It stands below the program's own output and goes before the program writes again, so that what a program prints looks
-as it does without. Nothing is drawn where standard error is no terminal, and nothing before two seconds are over.
+It stands below the program's own output and is erased before the program writes again. Nothing is drawn where standard
+error is no terminal, and nothing in the first two seconds. `rich.status` can't draw it: it takes the place of standard
+output, so that what a program prints into a file meanwhile goes to the terminal.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = ["VARIABLE", "Step", "current_line", "step", "wanted"]
 
@@ -33,7 +34,7 @@ _SAVE, _RESTORE = "\x1b7", "\x1b8"
 
 clock = time.monotonic
 waits_for: Callable[[int], str] | None = None
-"""Says what a thread, given by its id, waits for; set by what knows torch's functions (`omnicomp.stages`)."""
+"""Says what a thread, given by its id, waits for; `omnicomp.timeline.activity` sets it."""
 
 
 class Step:

@@ -4,6 +4,7 @@ Nothing in the compiler reads it to decide anything; sinks and views read it aft
 reported once and dropped: recording never breaks the user's program.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import itertools
@@ -11,13 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 from omnicomp.timeline.events import Event
 from omnicomp.timeline.privacy import cleaner
 
-__all__ = ["Sink", "Timeline", "current", "rank"]
+__all__ = ["Sink", "Timeline", "current", "drafting", "rank"]
 
 log = logging.getLogger("omnicomp.timeline")
 
@@ -132,7 +133,7 @@ class Timeline:
 
 
 _current = Timeline()
-drafts: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("omnicomp.timeline", default=None)
+_drafts: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("omnicomp.timeline", default=None)
 
 
 def _renew_lock() -> None:
@@ -145,6 +146,16 @@ if hasattr(os, "register_at_fork"):
 
 
 def current() -> Timeline:
-    """The timeline of this process, or what stands in for it while something is tried (`omnicomp.timeline.scratch`)."""
-    draft = drafts.get()  # an empty one is false
+    """The timeline of this process, or the one that `drafting` put in its place."""
+    draft = _drafts.get()  # an empty one is false
     return _current if draft is None else draft
+
+
+@contextlib.contextmanager
+def drafting(draft: Timeline) -> Generator[None]:
+    """Record what this thread does inside in another timeline: a trial is no part of what ran."""
+    token = _drafts.set(draft)
+    try:
+        yield
+    finally:
+        _drafts.reset(token)

@@ -35,7 +35,7 @@ from omnicomp.timeline import (
     Verification,
     Weights,
 )
-from omnicomp.timeline.reading import event_from_dict
+from omnicomp.timeline.files import event_from_dict
 
 WHY = Reason(code="match_ended", sentence="it ended", observed="a", needed="b", node="n", source="m.py:1", lever="do")
 EVENTS: list[Event] = [

@@ -16,7 +16,7 @@ from omnicomp.timeline import progress_line as progress  # noqa: E402
 
 HEAD = """
 import sys, time, threading
-from omnicomp import progress
+from omnicomp.timeline import progress_line as progress
 from omnicomp.timeline.progress_line import step
 progress._PATIENCE, progress._INTERVAL = 0.3, 0.05
 """
@@ -249,7 +249,7 @@ def test_what_is_no_terminal_gets_nothing(monkeypatch: pytest.MonkeyPatch, strea
 def test_the_line_is_written_by_a_compilation() -> None:
     program = """
 import torch
-from omnicomp import progress
+from omnicomp.timeline import progress_line as progress
 progress._PATIENCE, progress._INTERVAL = 0.0, 0.005
 x = torch.ones(4, requires_grad=True)
 torch.compile(lambda x: (x.sin() + 1).sum(), backend="omni", options={"lowerings": ["eager"]})(x).backward()

@@ -10,7 +10,7 @@ from omnicomp.audit.views.form import encode
 from omnicomp.audit.views.rows import percent, plural, reason_text, short_source
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Reason
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = [
     "CHECK_SCHEMA",

@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-from omnicomp.timeline.printable import one_line, printable
+from omnicomp.timeline.text import one_line, printable
 
 __all__ = ["code", "github_data", "github_property", "markdown", "relative", "split_source", "xml"]
 

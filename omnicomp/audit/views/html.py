@@ -15,7 +15,7 @@ from omnicomp.audit.model import Report
 from omnicomp.audit.views.pagedata import page_data, to_script, tones_of
 from omnicomp.audit.views.rows import graph_breaks, percent, plural, summary
 from omnicomp.audit.views.style import asset
-from omnicomp.timeline.printable import printable
+from omnicomp.timeline.text import printable
 
 __all__ = ["to_html"]
 

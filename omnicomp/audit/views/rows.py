@@ -12,7 +12,7 @@ from rich.text import Text
 
 from omnicomp.audit.model import Fallback, GraphAudit, Report, SubgraphAudit
 from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Retreat, Speculation
-from omnicomp.timeline.printable import one_line, printable
+from omnicomp.timeline.text import one_line, printable
 
 __all__ = [
     "NOTHING",

@@ -12,7 +12,7 @@ from omnicomp.audit.views import rows
 from omnicomp.audit.views.moduletree import BASES, ModuleNode, Rows, basis_of, module_trees
 from omnicomp.audit.views.rows import percent, short_source, summary
 from omnicomp.timeline import NodePlacement, Reason
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = ["STYLES", "to_tree", "tree_renderables"]
 

@@ -17,7 +17,7 @@ from omnicomp.audit.views.rows import percent, plural
 from omnicomp.audit.views.tree import STYLES
 from omnicomp.errors import ReportError, nearest
 from omnicomp.timeline import CODES, NearMiss, NodePlacement, Reason
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 __all__ = [
     "Answer",

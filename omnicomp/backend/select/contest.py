@@ -28,7 +28,7 @@ from omnicomp.lowerings.engines.inputs import weights_of
 from omnicomp.options.placement_rules import Rule
 from omnicomp.passes.dtypes.trial_runs import written_inputs
 from omnicomp.timeline import Candidate, Event, Ran, Reason, Retreat, Timeline, progress_line
-from omnicomp.timeline.scratch import drafting
+from omnicomp.timeline.recorder import drafting
 
 __all__ = ["Contest", "Unmeasurable"]
 

@@ -17,7 +17,7 @@ from omnicomp.backend.select.candidates import Option
 from omnicomp.options.placement_rules import Rule
 from omnicomp.store import JsonStore
 from omnicomp.timeline import Candidate
-from omnicomp.timeline.reading import event_from_dict
+from omnicomp.timeline.files import event_from_dict
 
 __all__ = ["RESULTS", "Kept", "key_of"]
 

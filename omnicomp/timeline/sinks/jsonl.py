@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 
 from omnicomp.errors import OptionError
 from omnicomp.timeline import privacy
-from omnicomp.timeline.files import ROTATED, read_events, read_records
+from omnicomp.timeline.files import ROTATED
 from omnicomp.timeline.recorder import Timeline, rank
 
 try:
@@ -26,8 +26,6 @@ __all__ = [
     "attach",
     "expand",
     "parse_size",
-    "read_events",
-    "read_records",
 ]
 
 log = logging.getLogger("omnicomp.timeline")

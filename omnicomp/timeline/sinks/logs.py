@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnicomp._torch.logs import register
-from omnicomp.timeline.printable import one_line
 from omnicomp.timeline.recorder import Timeline
+from omnicomp.timeline.text import one_line
 
 __all__ = ["LOGGERS", "LogSink", "attach"]
 

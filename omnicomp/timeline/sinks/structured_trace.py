@@ -8,6 +8,7 @@ what only ran since. What goes wrong at run time is written at once.
 import atexit
 import json
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 from omnicomp._torch import structured as trace
@@ -21,18 +22,21 @@ _KEY: Final = "the structured trace of torch"
 # Of each call, and no decisions.
 _SAMPLES: Final = ("memory", "timing")
 _URGENT: Final = ("retreat", "verification")
+Page = Callable[[tuple[Event, ...]], str]
 
 
 class TraceSink:
     """Remembers which graphs have something new, and writes that to the trace when it is told to."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, page: Page) -> None:
         """Begin with nothing to write.
 
         Args:
             timeline: where the events are read from.
+            page: makes the text of the artefact `omnicomp_audit` from the events of a graph.
         """
         self._timeline = timeline
+        self._page = page
         self._places: dict[str, trace.Place | None] = {}
         self._written: dict[str, int] = {}
         self._new: set[str] = set()
@@ -68,7 +72,7 @@ class TraceSink:
             self._written[graph] = events[-1].seq
             place = self._places.get(graph)
             trace.artifact("omnicomp_events", "json", json.dumps(new, default=str), place)
-            trace.artifact("omnicomp_audit", "string", _page(events), place)
+            trace.artifact("omnicomp_audit", "string", self._page(events), place)
 
     def close(self) -> None:
         """Write what is left."""
@@ -80,23 +84,17 @@ def _record(event: Event) -> dict[str, Any]:
     return {**event.to_dict(), "pid": os.getpid(), "rank": rank()}
 
 
-def _page(events: tuple[Event, ...]) -> str:
-    from omnicomp.audit import build  # a compilation that nobody traces needs no views
-
-    return build(events).to_text()
-
-
 _sink: TraceSink | None = None
 
 
-def attach(timeline: Timeline) -> None:
-    """Add the sink, if somebody takes torch's structured trace."""
+def attach(timeline: Timeline, page: Page) -> None:
+    """Add the sink, if somebody takes torch's structured trace; for `page` see `TraceSink`."""
     global _sink
     if not trace.tracing() or timeline.has_sink(_KEY):
         return
     if _sink is None:
         atexit.register(flush)
-    _sink = TraceSink(timeline)
+    _sink = TraceSink(timeline, page)
     timeline.add_sink(_KEY, _sink)
 
 

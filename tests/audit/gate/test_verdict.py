@@ -24,7 +24,7 @@ from omnicomp.audit.views.escapes import code, github_data, github_property, mar
 from omnicomp.options.acknowledged import Acknowledged, Entry
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Ran, Reason, Retreat, Subgraph
-from omnicomp.timeline.printable import one_line
+from omnicomp.timeline.text import one_line
 
 NASTY = "<script>alert(1)</script>|\n::error::x\r\n\x1b[2J]]>`@someone` #12 [a](http://b.c) %0A **b** \u202e\ud800"
 VIEWS: dict[str, Callable[[Sequence[Verdict]], str]] = {

@@ -7,7 +7,8 @@ import pytest
 
 from omnicomp.errors import TimelineError
 from omnicomp.timeline import Capture, JsonLinesSink, Placement, Timeline, attach, read_events
-from omnicomp.timeline.sinks.jsonl import ENVIRONMENT_VARIABLE, expand, read_records
+from omnicomp.timeline.files import read_records
+from omnicomp.timeline.sinks.jsonl import ENVIRONMENT_VARIABLE, expand
 
 
 def record(path: str, *graphs: str) -> Timeline:

@@ -109,7 +109,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
 def test_nothing_is_attached_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "tracing", lambda: False)
     timeline = Timeline()
-    structured_trace.attach(timeline)
+    structured_trace.attach(timeline, lambda events: omnicomp.audit(events).to_text())
     assert not timeline._sinks
 
 
@@ -136,7 +136,7 @@ def test_a_retreat_at_run_time_is_written_at_once(written: list[Any], monkeypatc
 
 def test_samples_are_no_decisions(written: list[Any]) -> None:
     timeline = Timeline()
-    structured_trace.attach(timeline)
+    structured_trace.attach(timeline, lambda events: omnicomp.audit(events).to_text())
     timeline.append(Memory(graph="g0", part="forward", subgraph="g0.forward.0", device="cpu", call=0))
     structured_trace.flush()
     assert written == []

@@ -1,9 +1,20 @@
-"""Text that is the same in every process, for the timeline and for who compares two of them."""
+"""Text of names and values that is safe to show, and the same in every process."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["common_path", "distinct", "text_of"]
+__all__ = ["common_path", "distinct", "one_line", "printable", "text_of"]
+
+
+def printable(text: object) -> str:
+    """Text in which control characters, and those that turn its direction, are replaced; line ends stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in str(text))
+
+
+def one_line(text: object) -> str:
+    """The same with blanks for line ends."""
+    return " ".join(printable(text).split("\n"))
+
 
 _DEEPEST: Final = 8
 _SHOWN: Final = 8
