@@ -28,7 +28,7 @@ def test_a_part_of_inductors_is_inside_of_autograd() -> None:
 
 def test_an_error_passes_through_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
-    monkeypatch.setattr(module.structured, "flush", lambda: flushed.append(1))
+    monkeypatch.setattr(module.structured_trace, "flush", lambda: flushed.append(1))
     error = ValueError("boom")
 
     def failing() -> None:
