@@ -34,8 +34,8 @@ def lines(setting: str) -> list[str]:
 def test_torch_logs_shows_what_was_decided() -> None:
     shown = lines("omnicomp")
     assert {line.split()[0] for line in shown} == {"INFO"}
-    assert any("omnicomp.backend.capture g0" in line and "3 operators, device cpu" in line for line in shown)
-    assert "INFO omnicomp.builder.placement g0.forward: 3 on eager" in shown
+    assert any("omnicomp.capture g0" in line and "3 operators, device cpu" in line for line in shown)
+    assert "INFO omnicomp.placement g0.forward: 3 on eager" in shown
     assert any(line.startswith("INFO omnicomp.lowerings g0.backward.0: eager built it in") for line in shown)
     assert len(shown) == len(set(shown)), "a line is printed twice"
 
@@ -43,9 +43,7 @@ def test_torch_logs_shows_what_was_decided() -> None:
 def test_plus_shows_each_detail() -> None:
     shown = lines("+omnicomp")
     assert any(line.startswith("DEBUG omnicomp.passes g0: attention_fusion changed nothing") for line in shown)
-    assert any(
-        line.startswith("DEBUG omnicomp.builder.placement g0.forward.0: subgraph: lowering=eager") for line in shown
-    )
+    assert any(line.startswith("DEBUG omnicomp.placement g0.forward.0: subgraph: lowering=eager") for line in shown)
 
 
 def test_minus_shows_errors_alone() -> None:
