@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.autograd import aot_autograd, partitioner
 from omnicomp._torch.inductor import compile_fx
-from omnicomp._torch.inductor.cache_lookups import Lookup, autograd_lookups
+from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
 from omnicomp._torch.repairs import folded_nans
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.stage_times import autograd_stage, stage
@@ -60,19 +60,18 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
 
     if not uses_inductor(graph):
         return aot_autograd.compile_graph(gm, inputs, inner_compile)
-    lookups: list[Lookup] = []
     patches = folded_nans.config_patches(partitioner.config_patches(graph.policy.inductor))
     # A restored part comes without the graph that it could be compared with. And torch looks it up also for a
     # partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be cached.
     keyed = patches["custom_partitioner_fn"].uuid() is not None
-    lookup = compile_fx.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
+    cache = compile_fx.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
+    before = counts()
     with (
         compile_fx.cache_tag(tag),
         compiling(graph.context("", {})),
         compile_fx.on_artefact_loaded(restored),
         restoring(lambda part: graph.context(part, {})),
-        autograd_lookups(lookups),
-        lookup,
+        cache,
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):
         compiled = compile_fx.compile_fx(
@@ -82,8 +81,9 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
             config_patches=patches,
             decompositions={} if engines else None,
         )
-    for question in lookups:
-        current().append(verdict(question, graph.key, graph=graph.id, part=""))
+    lookup = autograd_lookup(before)
+    if lookup is not None and lookup.verdict != "hit":  # what is restored says so itself
+        current().append(verdict(lookup, graph.key, graph=graph.id, part=""))
     return compiled
 
 

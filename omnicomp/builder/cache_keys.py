@@ -1,14 +1,14 @@
 """Which part of a compile cache's key changed: what was compiled before is remembered beside the caches.
 
-A key is one hash, and says nothing of why it is another one. For each part of a graph a small file keeps what the keys
-of its last compilations were made of; a miss is compared with the nearest of them. Nothing is read or written on a hit,
-and nothing that compiles reads the files: one that is lost, or wrong, costs a sentence in the timeline.
+A key is one hash, and says nothing of why it is another one. For each part of a graph a small file keeps what the key
+of its last compilation was made of, as torch and omnicomp name it; a miss is compared with that. Nothing is read or
+written on a hit, and nothing that compiles reads the files: one that is lost costs a sentence in the timeline.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,14 +17,10 @@ from omnicomp._torch.inductor.compile_fx import cache_dir
 from omnicomp.store import write_whole
 from omnicomp.timeline import Cache, Reason
 
-__all__ = ["MAX_FILES", "MAX_RECORDS", "KeyParts", "changes", "folder", "verdict"]
+__all__ = ["KeyParts", "changes", "folder", "verdict"]
 
 Parts = Mapping[str, tuple[str, str]]
 
-# Of one part of a graph: it is compiled anew for other shapes, options and versions, each worth comparing with.
-MAX_RECORDS: Final = 6
-MAX_FILES: Final = 1024
-_SCHEMA: Final = 1
 _CONFIGS: Final = ("torch._inductor.config", "torch._functorch.config")
 _NEW: Final = "compiled for the first time with this cache folder"
 _SAME: Final = "nothing changed since it was last compiled: the artefact was not kept, or was removed"
@@ -62,20 +58,26 @@ def verdict(lookup: Lookup, key: KeyParts, *, graph: str, part: str, subgraph: s
         key=lookup.key,
         note=lookup.note,
     )
-    if lookup.verdict != "miss" or not lookup.parts:
+    if lookup.verdict != "miss":
         return event
     parts: dict[str, tuple[str, str]] = {**lookup.parts, **key.parts}
-    path = folder() / f"{_hash(key.identity, lookup.cache, part, subgraph.removeprefix(graph))}.json"
+    name = "\0".join((key.identity, lookup.cache, part, subgraph.removeprefix(graph)))
+    path = folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    before, problem = None, None
     try:
         before = _read(path)
     except (OSError, ValueError) as error:
-        return dataclasses.replace(event, reason=_unreadable(error, _replace(path, [parts])))
-    changed = () if not before else min((changes(old, parts) for old in reversed(before)), key=len)
-    note = _SAME if before and not changed else "" if before else _NEW
-    # The nearest may be an older one: what was compiled last goes to the end, and equal ones are kept once.
-    failure = _replace(path, [*(old for old in before if changes(old, parts)), parts][-MAX_RECORDS:])
-    reason = None if failure is None else _unreadable(failure, None)
-    return dataclasses.replace(event, changed=changed, note=note, reason=reason)
+        problem = error
+    try:
+        write_whole(path, json.dumps(parts, separators=(",", ":")))
+    except OSError as error:
+        problem = error
+    if problem is not None:
+        return dataclasses.replace(event, reason=_unusable(problem))
+    if before is None:
+        return dataclasses.replace(event, note=_NEW)
+    changed = changes(before, parts)
+    return dataclasses.replace(event, changed=changed, note="" if changed or not lookup.parts else _SAME)
 
 
 def changes(old: Parts, new: Parts) -> tuple[str, ...]:
@@ -101,15 +103,11 @@ def _phrase(name: str, old: tuple[str, str] | None, new: tuple[str, str] | None)
 
 def folder() -> Path:
     """Where the records are kept: beside Inductor's caches."""
-    return Path(cache_dir()) / "omnicomp" / "keys"
+    return Path(cache_dir()) / "omnicomp" / "key_components"
 
 
-def _hash(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
-
-
-def _read(path: Path) -> list[dict[str, tuple[str, str]]]:
-    """The records of a file, oldest first; none if there is no file.
+def _read(path: Path) -> dict[str, tuple[str, str]] | None:
+    """What a key was made of; None if nothing was compiled before.
 
     Raises:
         OSError: the file can't be read.
@@ -118,30 +116,18 @@ def _read(path: Path) -> list[dict[str, tuple[str, str]]]:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return []
+        return None
     try:
-        if data["schema"] != _SCHEMA:  # another version's: as good as none
-            return []
-        return [{name: (str(text), str(value)) for name, (text, value) in item.items()} for item in data["records"]]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} has no records: {error!r}") from error
+        return {name: (str(text), str(value)) for name, (text, value) in data.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no record: {error!r}") from error
 
 
-def _replace(path: Path, records: Sequence[Parts]) -> OSError | None:
-    """Write a file in one step, so that a reader in another process sees the old one or the new one."""
-    text = json.dumps({"schema": _SCHEMA, "records": records}, separators=(",", ":"))
-    try:
-        write_whole(path, text, MAX_FILES)
-    except OSError as error:
-        return error
-    return None
-
-
-def _unreadable(error: Exception, second: OSError | None) -> Reason:
+def _unusable(error: Exception) -> Reason:
     return Reason(
         code="key_record_unusable",
         by="caches",
-        sentence=f"the record of what was compiled before can't be used: {second or error}",
+        sentence=f"the record of what was compiled before can't be used: {error}",
         observed=type(error).__name__,
         lever=f"remove {folder()}, or make it writable",
     )

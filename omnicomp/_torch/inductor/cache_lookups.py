@@ -1,26 +1,25 @@
-"""What torch's compile caches were asked, what they answered, and what the key of a miss was made of.
+"""What torch's compile caches answered, and what the key of a miss was made of, from what torch leaves of a lookup.
 
-`counters` tell only how often. The functions that look up are wrapped inside a block instead; Dynamo's compile lock,
-which is held there, keeps other compilations out. The parts of a key cost nothing on a hit.
+Dynamo's compile lock, which is held around a lookup, keeps other compilations from torch's counters.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from unittest import mock
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch._inductor.config_comms
-from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor.codecache import FxGraphCache
+from torch._dynamo.utils import counters, get_chromium_event_logger
 
-__all__ = ["Lookup", "autograd_lookups", "graph_lookups", "read_parts"]
+__all__ = ["Counts", "Lookup", "autograd_lookup", "counts", "graph_lookup", "read_parts"]
+
+Counts = Mapping[tuple[str, str], int]
+
+_VERDICTS: Final = ("miss", "bypass", "hit")
 
 _LINE: Final = re.compile(r"\[(\w+)\] (\w+)(?:\[(.*?)\])?: (.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"dtype=torch\.(\w+), shape=torch\.Size\(\[(.*?)\]\)", re.DOTALL)
@@ -59,78 +58,57 @@ class Lookup:
     parts: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict[str, tuple[str, str]])
 
 
-@contextlib.contextmanager
-def graph_lookups(found: list[Lookup]) -> Generator[None]:
-    """Inside, the lookups of Inductor's graph cache are collected in the list."""
-    prepare, load = FxGraphCache.prepare_key, FxGraphCache.load_with_key
-
-    def prepare_key(*args: Any, **kwargs: Any) -> Any:
-        key, info = prepare(*args, **kwargs)
-        if key is None:
-            found.append(Lookup(cache="fx_graph", verdict="bypass", note=str(info.get("cache_bypass_reason", ""))))
-        return key, info
-
-    def load_with_key(key: str, lines: list[str], *args: Any, **kwargs: Any) -> Any:
-        graph, info = load(key, lines, *args, **kwargs)
-        if graph is None:
-            found.append(Lookup(cache="fx_graph", verdict="miss", key=key, parts=read_parts(lines)))
-        else:
-            found.append(Lookup(cache="fx_graph", verdict="hit", key=key))
-        return graph, info
-
-    with (
-        mock.patch.object(FxGraphCache, "prepare_key", staticmethod(prepare_key)),
-        mock.patch.object(FxGraphCache, "load_with_key", staticmethod(load_with_key)),
-    ):
-        yield
+def counts() -> Counts:
+    """How often torch's caches have answered in which way, to be taken before a lookup."""
+    graphs, autograd = counters["inductor"], counters["aot_autograd"]
+    return {
+        **{("fx_graph", verdict): graphs[f"fxgraph_cache_{verdict}"] for verdict in _VERDICTS},
+        **{("aot_autograd", verdict): autograd[f"autograd_cache_{verdict}"] for verdict in _VERDICTS},
+    }
 
 
-@contextlib.contextmanager
-def autograd_lookups(found: list[Lookup]) -> Generator[None]:
-    """Inside, misses and bypasses of AOTAutograd's cache are collected in the list; what it restores says so itself."""
-    make_key, lookup = autograd_cache.autograd_cache_key, autograd_cache.AOTAutogradCache._lookup
-    get_hash = autograd_cache.AOTAutogradCachePickler.get_hash
-    details: list[Any] = []
-    before = counters["aot_autograd"]["autograd_cache_miss"]
-    known: list[str] = []
+def graph_lookup(compiled: Any, before: Counts) -> Lookup | None:
+    """What Inductor's graph cache answered for a graph that was just compiled; None if it was not asked.
 
-    def remember(pickler: Any, value: Any) -> str:
-        if isinstance(value, autograd_cache.AOTAutogradCacheDetails):
-            details[:] = [value]
-        return get_hash(pickler, value)
-
-    def autograd_cache_key(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with mock.patch.object(autograd_cache.AOTAutogradCachePickler, "get_hash", remember):
-                key, lines = make_key(*args, **kwargs)
-        except Exception as error:
-            found.append(Lookup(cache="aot_autograd", verdict="bypass", note=str(error).split("\n", maxsplit=1)[0]))
-            raise
-        known[:] = lines
-        return key, lines
-
-    def looked_up(key: str, *args: Any, **kwargs: Any) -> Any:
-        result = lookup(key, *args, **kwargs)
-        if result is None:
-            # torch 2.11 hands the lines over; torch 2.13 makes them only for its log.
-            lines = known or (_key_lines(details[0]) if details else [])
-            found.append(Lookup(cache="aot_autograd", verdict="miss", key=key, parts=read_parts(lines)))
-        return result
-
-    with (
-        mock.patch.object(autograd_cache, "autograd_cache_key", autograd_cache_key),
-        mock.patch.object(autograd_cache.AOTAutogradCache, "_lookup", staticmethod(looked_up)),
-    ):
-        yield
-    misses = sum(lookup.verdict == "miss" for lookup in found)
-    if counters["aot_autograd"]["autograd_cache_miss"] > before + misses:
-        found.append(Lookup(cache="aot_autograd", verdict="miss", note="a graph that the entry names is gone"))
+    Args:
+        compiled: what `compile_fx_inner` returned, on which torch leaves the key and its components.
+        before: the counts before that.
+    """
+    verdict = _answer("fx_graph", before)
+    if verdict is None:
+        return None
+    key = str(getattr(compiled, "_fx_graph_cache_key", None) or "")
+    lines: Sequence[str] = getattr(compiled, "_fx_graph_cache_debug_lines", None) or ()
+    note = "Inductor makes no key of it; TORCH_LOGS=torch._inductor.codecache says why" if verdict == "bypass" else ""
+    parts = read_parts(lines) if verdict == "miss" else {}
+    return Lookup(cache="fx_graph", verdict=verdict, key=key, note=note, parts=parts)
 
 
-def _key_lines(details: Any) -> list[str]:
-    """The lines that torch logs of a key; they are made of the graph without what Dynamo keeps on it."""
-    with autograd_cache.sanitize_gm_for_cache(details.gm):
-        return autograd_cache.AOTAutogradCachePickler(details.gm).debug_lines(details)
+def autograd_lookup(before: Counts) -> Lookup | None:
+    """What AOTAutograd's cache answered in the compilation that is under way; None if it was not asked.
+
+    Torch notes key, components and the reason of a bypass in its event of the compilation. Since torch 2.13 it makes
+    the components for its log alone.
+
+    Args:
+        before: the counts before that.
+    """
+    verdict = _answer("aot_autograd", before)
+    if verdict is None:
+        return None
+    data = get_chromium_event_logger().get_event_data().get("backend_compile", {})
+    return Lookup(
+        cache="aot_autograd",
+        verdict=verdict,
+        key=str(data.get("key") or ""),
+        note=str(data.get("cache_bypass_reason") or "").split("\n", maxsplit=1)[0] if verdict == "bypass" else "",
+        parts=read_parts(data.get("components") or ()) if verdict == "miss" else {},
+    )
+
+
+def _answer(cache: str, before: Counts) -> str | None:
+    now = counts()
+    return next((verdict for verdict in _VERDICTS if now[cache, verdict] > before[cache, verdict]), None)
 
 
 def read_parts(lines: Sequence[str]) -> dict[str, tuple[str, str]]:

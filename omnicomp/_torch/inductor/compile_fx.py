@@ -27,7 +27,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import BoxedBool
 
 from omnicomp._torch.autograd.mutations import separate_outputs
-from omnicomp._torch.inductor.cache_lookups import Lookup, graph_lookups
+from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
 from omnicomp._torch.repairs.autograd_faults import read_before_written
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 from omnicomp.errors import Once
@@ -178,8 +178,13 @@ def compile_part(
         InductorError: the graph can't be lowered or its code not compiled.
     """
     separate_outputs(module.graph)
-    with observer_paused(), graph_lookups(lookups), read_before_written(), written_before_read():
-        return compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
+    before = counts()
+    with observer_paused(), read_before_written(), written_before_read():
+        compiled = compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
+    lookup = graph_lookup(compiled, before)
+    if lookup is not None:
+        lookups.append(lookup)
+    return compiled
 
 
 _paused = threading.local()
