@@ -66,7 +66,7 @@ def draws_at_random(node: Node) -> bool:
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Whether it is attention that could drop weights, and is told to drop none."""
+    """Whether it is attention with `dropout_p=0`."""
     schema: Any = getattr(node.target, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":

@@ -1,4 +1,4 @@
-"""A captured graph: its id, its device, and the digest that the compile caches know it by."""
+"""Capture: a graph's id, device, and the digest that keys the compile caches."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ class CapturedGraph:
     key: KeyParts = dataclasses.field(default_factory=KeyParts)
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
-        """What the lowerings may know about one part."""
+        """The context that the lowerings of one part get."""
         return LoweringContext(
             graph_id=self.id,
             part=part,
@@ -136,7 +136,7 @@ def capture_graph(
 
 @functools.cache
 def _name_of(device: Device) -> str:
-    """Name of a device for a person; empty if it does not tell."""
+    """The device's name for people; empty if it has none."""
     name = ""
     with harmless("the device's name"):
         name = device.capabilities().name if device.is_available() else ""
@@ -182,7 +182,7 @@ def graph_digest(policy: Policy, device: Device) -> str:
 
 
 def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
-    """What the digest is made of, part by part: a text to show, and a hash."""
+    """The components of the digest, by name: a text to show, and a hash."""
     parts = {"omnicomp": (version(), package_digest()), "device": (device.type, device.type)}
     parts["code found to be wrong"] = ("", wrong_code())
     for name, value in policy.digest_parts().items():
@@ -195,9 +195,9 @@ def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
 
 
 def _scope(policy: Policy, id: str, nodes: Sequence[Node]) -> str:
-    """What rules of placement go by that is not in torch's keys: modules, and the graph's id where a rule names one.
+    """The inputs of placement rules that torch's keys lack: modules, and the graph's id where a rule names one.
 
-    Without it a graph that looks the same would be restored as a rule cut another one.
+    Without them an equal graph in another module would be restored with that module's placement.
     """
     if not policy.rules:
         return ""
@@ -206,5 +206,5 @@ def _scope(policy: Policy, id: str, nodes: Sequence[Node]) -> str:
 
 
 def _identity(function: str, modules: Sequence[str], training: bool) -> str:
-    """What stays the same when a program is edited: its function and modules, without line numbers."""
+    """The function and the modules without line numbers, which are the same after an edit of the program."""
     return "\n".join((re.sub(r":\d+\)$", ")", function), f"training: {training}", *modules))

@@ -1,7 +1,7 @@
 """The backend: `torch.compile(model, backend="omni")`.
 
-The way of a graph reads top to bottom in `omni`: capture, passes, autograd with placement and lowering of each part,
-and what to do if that fails. Where a pass assumed something of the inputs, there are two of what follows the passes.
+`omni` reads from top to bottom: capture, passes, autograd with placement and lowering of each part, and the answer to a
+failure. Where a pass assumed something of the inputs, two variants are compiled behind the passes.
 """
 
 import dataclasses

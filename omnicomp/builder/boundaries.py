@@ -1,4 +1,4 @@
-"""What goes from one subgraph of a part that was cut to another: tensors, bytes, copies and casts."""
+"""Boundaries between the subgraphs of a cut part: the tensors, bytes, copies and casts that cross them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -19,7 +19,7 @@ _COPIES: Final = ("aten.clone.", "aten.copy.", "aten.contiguous.")
 
 
 def boundaries(pieces: Sequence[Piece], context: LoweringContext) -> list[Boundary]:
-    """One event for each pair of subgraphs of which one reads what the other makes, in program order.
+    """One event for each pair of subgraphs of which one reads results of the other, in program order.
 
     Args:
         pieces: the subgraphs of a part, in program order; their inputs and outputs are nodes of the part.

@@ -1,8 +1,8 @@
-"""The way down for an artefact from a cache: the graph that it was made of travels with it, as text.
+"""The graph of a part as text in its artefact, so that a part restored from a cache can step down to eager.
 
-AOTAutograd's cache restores compiled code without the graph. Should that code raise in a call, eager needs the graph:
-so its generated source, its small constants and the layout of its results are kept in the artefact, beside the record
-of its decisions. What a start reads of it is one short line; the rest is read only when a call has raised.
+AOTAutograd's cache restores compiled code without the graph. If that code raises in a call, eager needs the graph: its
+generated source, its small constants and the layout of its results are stored in the artefact, beside the record. A
+warm start reads one short line of it; the rest is read only when a call has raised.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ HELD_BYTES = 64 * 2**20
 
 
 def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
-    """What to keep of a post-autograd graph before Inductor gets it; the same for the same graph.
+    """A post-autograd graph as text, made before Inductor gets it; equal for equal graphs.
 
     Args:
         module: the graph; it is copied.
@@ -81,7 +81,7 @@ def dump_graph(module: GraphModule) -> str:
 
 
 def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: bool) -> Guard:
-    """What steps down from a restored artefact to eager if a call raises, where that is safe.
+    """The guard of a restored artefact, which repeats a call in eager if that is safe.
 
     Args:
         kept: what `dumps` made.
@@ -104,7 +104,7 @@ def guard_call(
     lowering: str = "inductor",
     around: Callable[[Boxed], Boxed] = lambda call: call,
 ) -> Guard:
-    """The same for what is called, which may be a piece of a part that was cut.
+    """The same for a callable, which may be a piece of a cut part.
 
     Args:
         kept: what `dumps` made.

@@ -1,9 +1,9 @@
-"""Finding the nodes that make Inductor fail, so that only they leave it.
+"""Bisection for the nodes that make Inductor fail, so that only they leave it.
 
-What is looked for is the shortest beginning of a run that fails: it ends with a node that fails alone, and has to
-leave, or only together with what is before it, and then a cut in front of it is enough. Inductor's exception often
-names the node, as its graph interpreter was at it; otherwise beginnings are tried, each half as far from the last one.
-The longest one that works is what is left in front of the node, and need not be built again.
+The search finds the shortest beginning of a run that fails. It ends with a node that fails alone, and has to leave, or
+that fails only together with the nodes before it, and then a cut in front of it is enough. Inductor's exception often
+names the node, as its graph interpreter was at it; otherwise beginnings are tried by bisection. The longest beginning
+that works stays in front of the node, and is not built again.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What has to change for a run of nodes to build.
+    """The changes that let a run of nodes build.
 
     Attributes:
         cut: nodes that must leave Inductor, by name, with the reason.
@@ -131,7 +131,7 @@ class Verdict:
 def find_failing(nodes: Sequence[Node], error: Exception, prober: Prober, alike: Sequence[Node] = ()) -> Verdict:
     """Find the first thing that makes a run fail.
 
-    What comes behind it was not looked at: it is built next, and may give another verdict.
+    Nodes behind it were not examined: they are built next, and may fail on their own.
 
     Args:
         nodes: the run that failed.
@@ -212,7 +212,7 @@ def _joined(units: Sequence[Unit]) -> Unit:
 
 
 def _named_unit(units: Sequence[Unit], error: Exception) -> int | None:
-    """Where Inductor stood in the run; its own rewrites may have made that a node that we don't know."""
+    """The node at which Inductor failed; None if its own rewrites made that node."""
     at = compile_fx.failing_node(error)
     if at is None:
         return None

@@ -1,7 +1,7 @@
-"""What Inductor could not build, or built wrongly, kept on disk: the next process knows it before its first build.
+"""Known failures: nodes that Inductor could not build, or built wrongly, stored on disk for the next process.
 
 One small JSON file for each graph of a part, under Inductor's cache folder. It holds names of nodes and reasons, and
-no tensor. What depends on the moment or the machine, as memory and a missing compiler do, is never kept.
+no tensor. Failures of the moment or the machine, such as memory or a missing compiler, are never stored.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _PROCESS: Final = uuid.uuid4().hex
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is known of one graph.
+    """The known failures of one graph.
 
     Attributes:
         key: of the graph, Inductor, and everything of ours that changes it.
@@ -106,7 +106,7 @@ def _typed(data: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 class PartVerdicts:
-    """What is known of one part's graph, from earlier processes and from this one."""
+    """The known failures of one part, from earlier processes and from this one."""
 
     def __init__(self, module: GraphModule, context: LoweringContext) -> None:
         """Take the key of a part, under the settings with which it is built; Inductor changes the graph later.
@@ -129,11 +129,11 @@ class PartVerdicts:
 
     @property
     def key(self) -> str:
-        """Key of the part; empty where nothing is kept."""
+        """Key of the part; empty where nothing is stored."""
         return self._entry.key
 
     def known(self) -> Entry | None:
-        """What an earlier process found, with reasons that say so; recorded in the timeline."""
+        """The entry of an earlier process, with reasons that say so; recorded in the timeline."""
         policy = self._context.policy
         if not self._enabled or policy.verdicts == "forget" or policy.on_error == "raise":
             return None
@@ -176,7 +176,7 @@ class PartVerdicts:
         values: bool = False,
         untuned: Reason | None = None,
     ) -> None:
-        """Keep what was found, with what was known before.
+        """Store a failure, together with those known before.
 
         Args:
             cut: nodes that must leave Inductor, by name.
@@ -213,7 +213,7 @@ class PartVerdicts:
                 self.unusable("bypass", f"it is not kept: {error}")
 
     def unusable(self, verdict: str, sentence: str) -> None:
-        """Record that nothing could be read or kept, and why."""
+        """Record why nothing could be read or stored."""
         reason = Reason(
             code="verdict_unusable",
             by="verdicts",
@@ -247,9 +247,9 @@ def _mark_wrong(key: str) -> None:
 
 
 def wrong_code() -> str:
-    """Text for the keys of the compile caches that changes when generated code was found to compute something wrong.
+    """Text for the keys of the compile caches that changes when generated code was found to compute wrong results.
 
-    The wrong code is in those caches, and a part that AOTAutograd's restores would never come here to be told.
+    The caches hold the wrong code, and a part that AOTAutograd's cache restores would not be placed again.
     """
     try:
         text = (folder() / "wrong").read_text(encoding="utf-8")
@@ -259,7 +259,7 @@ def wrong_code() -> str:
 
 
 def entries() -> list[tuple[Path, Entry | str]]:
-    """Every verdict that is kept, the newest first, with what is wrong with it in place of one that can't be read."""
+    """Every stored entry, the newest first; for one that cannot be read, the error."""
     found: list[tuple[Path, Entry | str]] = []
     for path in (folder() / CACHE).glob("*.json"):
         try:
@@ -270,10 +270,10 @@ def entries() -> list[tuple[Path, Entry | str]]:
 
 
 def forget(chosen: Callable[[Entry], bool] = lambda _: True) -> int:
-    """Remove verdicts, and those that can't be read; returns how many.
+    """Remove entries, and those that cannot be read; returns how many.
 
     Args:
-        chosen: whether to remove a verdict; all of them by default.
+        chosen: whether to remove an entry; all of them by default.
     """
     removed, left = 0, 0
     for path, entry in entries():

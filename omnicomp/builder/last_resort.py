@@ -1,4 +1,4 @@
-"""What runs a part when building it raised in a way that no cut can absorb: torch's dispatcher, operator by operator.
+"""The last resort: a part that cannot be built at all runs through torch's dispatcher, operator by operator.
 
 A forward that can't be built could raise, and the whole graph would run eager. A backward is built when the user calls
 `backward()`, where nothing else could take its place any more; so each part has a last resort of its own.

@@ -1,4 +1,4 @@
-"""What is done about a failure beside cutting: a script that shows it, a verdict for the next process, and a lever."""
+"""Follow-up of a failure: a reproduction script, an entry for the next process, and a lever that names the script."""
 
 import dataclasses
 import hashlib
@@ -39,11 +39,11 @@ class Setbacks:
         self._settings = repro_script.settings()
 
     def known(self) -> Entry | None:
-        """What an earlier process found of this part; recorded in the timeline."""
+        """Known failures of this part from an earlier process; recorded in the timeline."""
         return self._verdicts.known()
 
     def learn(self, module: GraphModule, verdict: Verdict) -> Verdict:
-        """Write a script for a verdict and keep it; returns it with levers that name the script.
+        """Write a script for a verdict and store both; returns the verdict with levers that name the script.
 
         Args:
             module: the graph that its nodes are of.
@@ -67,7 +67,7 @@ class Setbacks:
         return verdict
 
     def learn_wrong(self, module: GraphModule, inputs: Sequence[Any], reason: Reason) -> Reason:
-        """Write a script of a subgraph that computes something wrong, and keep it from Inductor in later processes.
+        """Write a script of a subgraph that computes wrong results; later processes do not give it to Inductor.
 
         Args:
             module: the subgraph.

@@ -1,4 +1,4 @@
-"""The ladder: a post-autograd graph is placed, cut and built; what fails steps down, for its own nodes alone.
+"""Building a part: a post-autograd graph is placed, cut and built; nodes that fail step down, and no others.
 
 The usual case comes first and costs nothing extra: a graph that goes wholly to Inductor is handed over as it is.
 """
@@ -190,7 +190,7 @@ class _Builder:
     def _verifier(
         self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str = "inductor"
     ) -> Verifier | None:
-        """What compares an executable with eager, if that is asked for; of engines' the first call always is."""
+        """The verifier of an executable, if one is asked for; first calls on engines are always verified."""
         context = self._context
         if name in engine_names() and context.policy.verify != "off":
             return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering=name)
@@ -218,10 +218,10 @@ class _Builder:
         held: Sequence[Any],
         lowering: str = "inductor",
     ) -> Guard:
-        """What steps down to eager if a call raises, where that is safe; there, overrides are their references.
+        """The guard of an executable; in its eager graph, overrides are their references.
 
-        `held` are the inputs that nobody else would hold during a call: what was saved for a backward, and what an
-        earlier subgraph computed.
+        `held` are the inputs that nobody else holds during a call: values saved for a backward, and results of an
+        earlier subgraph.
         """
         context = self._context
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
@@ -240,7 +240,7 @@ class _Builder:
         )
 
     def _narrow(self, run: Run, error: Exception) -> Plan:
-        """Learn from a failed Inductor run which nodes to cut out, and place again."""
+        """Find the nodes that made an Inductor run fail, cut them out, and place again."""
         if self._context.policy.on_error == "raise":
             raise error
         if run.lowering != "inductor":
@@ -262,7 +262,7 @@ class _Builder:
         return find_failing(run.nodes, error, self._prober, everything)
 
     def _refuse(self, run: Run, error: Exception) -> Plan:
-        """Take from a compiler beside Inductor what it fails on: all of the run where it compiles nothing at all."""
+        """Take from another compiler the nodes that it fails on; the whole run, if it compiles nothing at all."""
         name = run.lowering
         prober = Prober(lambda nodes: self._try(nodes, name), self._context.policy.max_builds)
         nothing = isinstance(error, NotImplementedError)
@@ -287,7 +287,7 @@ class _Builder:
     def _record_narrowed(
         self, plan: Plan, cut: Mapping[str, Reason], why: str, scripts: Iterable[str], untuned: Reason | None = None
     ) -> None:
-        """Record that a part is cut anew, for nodes that leave Inductor or only between nodes, or built untuned."""
+        """Record that a part is cut again, around nodes or between nodes, or built without autotuning."""
         now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in cut}
         names = ", ".join(name for name in scripts if name)
         self._context.timeline.append(
@@ -432,7 +432,7 @@ def _attested(
 
 
 def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
-    """The executable with what its verification found in its evidence."""
+    """The executable with the result of its verification in its evidence."""
     if verifier is None:
         return result
 

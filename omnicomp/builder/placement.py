@@ -68,8 +68,8 @@ def place(
         context: where the graph comes from.
         cut: nodes that failed to build on Inductor, by name, with the reason.
         boundaries: names of nodes before which a run is cut, because only the parts can be built.
-        refused: nodes that another lowering failed to build or does not take in this company: by the lowering's name
-            and the node's, with the reason.
+        refused: nodes that another lowering failed to build, or refuses as part of this subgraph: by the names of the
+            lowering and the node, with the reason.
 
     Raises:
         LoweringError: no lowering takes a node; the message has the reason of each.

@@ -1,4 +1,4 @@
-"""What is recorded of a part: made once from its plan, emitted when it is built, kept in the artefact, and replayed.
+"""The record of a part: made from its plan, emitted when it is built, stored in the artefact, and replayed.
 
 A warm start never reaches our code for a part that AOTAutograd's cache restores. The record travels inside the
 compiled graph, so that the timeline of a warm start says what the cold one said. It is part of the cache key, so it
@@ -104,7 +104,7 @@ class PartRecord:
         return f"{self._context.part_id}.{index}"
 
     def dumps(self) -> str:
-        """The record as it is kept in the artefact."""
+        """The record as text for the artefact."""
         attempts = self._attempts([("", 0.0)] * len(self._plan.runs))
         events: list[Event] = [self._placement, *self._subgraphs, *self._boundaries, *attempts]
         kept = [_without_identity(event, self._whole) for event in events]
@@ -260,7 +260,7 @@ def _skipped(lowering: str, inside: list[str] | None) -> str:
 
 
 def _boundary(module: GraphModule, piece: Piece | None) -> tuple[list[Any], list[Any]]:
-    """Fake values that go in and out of a subgraph."""
+    """The inputs and outputs of a subgraph as fake values."""
     if piece is not None:
         return piece.fake_inputs, [fake_value(node) for node in piece.outputs]
     output = next(iter(reversed(module.graph.nodes)))
@@ -295,9 +295,9 @@ def _without_identity(event: Event, whole: bool) -> dict[str, Any]:
 
 
 def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable, witness: Witness) -> None:
-    """Record what a subgraph ran, judged by what was seen in its first call.
+    """Record what a subgraph ran, from the evidence of its first call.
 
-    Where that speaks against what the executable says of itself, the audit shows that the plan and what ran differ. An
+    Where the evidence contradicts the executable's claim, the audit shows a difference from the plan. An
     override inside it ran only if the generated module calls its operator, and the operator was called.
     """
     evidence, kernels = result.attest()
@@ -336,7 +336,7 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any) -> No
     """Put the record of a restored part into the timeline, guard its calls, and attest the first.
 
     Args:
-        kept: what `PartRecord.dumps` and `fallbacks.dumps` made, as far as the artefact holds it.
+        kept: results of `PartRecord.dumps` and `eager_artefact.dumps`, as far as the artefact holds them.
         context: where the part belongs now.
         compiled: the restored graph.
     """
@@ -407,7 +407,7 @@ def read_record(
 
 
 def _calls_again(event: Subgraph) -> list[PlannedCall]:
-    """The calls of overrides that a row of a restored part stands for."""
+    """The calls of overrides in a row of a restored part."""
     parent, _, name = event.subgraph.rpartition("/")
     if not parent and event.lowering == "override":
         calls: list[PlannedCall] = []
@@ -426,7 +426,7 @@ def _calls_again(event: Subgraph) -> list[PlannedCall]:
 
 
 def _read_afresh(event: Subgraph, context: LoweringContext, whole: bool) -> Subgraph:
-    """Fill in what the record leaves out: sizes, and the places of a whole part."""
+    """Fill in what the record leaves out: sizes, and the source lines and modules of a whole part."""
     if whole and "/" not in event.subgraph:
         event = dataclasses.replace(event, modules=context.modules, sources=context.sources)
     return dataclasses.replace(

@@ -1,9 +1,9 @@
-"""A part that was cut, kept for the next process, and restored in it: the second start neither places nor cuts it.
+"""Cut parts in the compile caches, so that a warm start restores them without placing and cutting again.
 
-AOTAutograd's cache holds what Inductor's cache holds. So a part that was cut becomes an entry of that
-(`_torch/stitched.py`): the straight-line code, the record of the decisions, eager subgraphs and the ways down as text,
-and the keys of the subgraphs that Inductor built. Where something can't travel so, the reason is recorded, and the part
-is built in each process.
+AOTAutograd's cache stores a part if Inductor's cache has it. So a cut part becomes an entry of Inductor's cache
+(`_torch/inductor/cache_entry.py`): the stitched code, the record, eager subgraphs and eager graphs as text, and the
+keys of the subgraphs that Inductor built. If something cannot be stored, the reason is recorded, and the part is built
+in each process.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def keep(
     *,
     failed: bool,
 ) -> None:
-    """Keep a part that was cut in Inductor's cache, and tell AOTAutograd's cache of it, if that is on.
+    """Store a cut part in Inductor's cache, and its key for AOTAutograd's cache, if that is on.
 
     Args:
         call: the code bound to what it calls; gets the key.
@@ -127,7 +127,7 @@ def restoring(context: Callable[[str], LoweringContext]) -> contextlib.AbstractC
 
 
 def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], LoweringContext]) -> Call:
-    """What to call for a part that a cache restored; its record goes into the timeline, and its first call attests.
+    """The callable of a restored part; its record goes into the timeline, and its first call is attested.
 
     Args:
         compiled: the part.
@@ -178,7 +178,7 @@ def _guarded(
     calls: Sequence[PlannedCall],
     context: LoweringContext,
 ) -> tuple[Call, Call]:
-    """What to call first, and later: as for a subgraph that was just built."""
+    """The callables of the first call and of later ones, as for a subgraph that was just built."""
     guard = None
     if "fallback" in data and context.policy.on_error != "raise":
         guard = eager_artefact.guard_call(
@@ -211,7 +211,7 @@ def _guarded(
 
 
 def _with_references(run: Call, calls: Sequence[PlannedCall]) -> Call:
-    """The function of a graph with calls of overrides, which go to what these stand for, as far as that is known."""
+    """The function of a graph in which calls of overrides go to their references, as far as these are known."""
     operators = list({call.operator: None for call in calls if call.truth is not None})
     if not operators:
         return run

@@ -1,4 +1,4 @@
-"""What a lowering says of neighbours together, beside what it says of each node: an engine may ask for a least size."""
+"""Checks that apply to a whole subgraph, such as an engine's minimum size."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def taken_together(
 
 
 def _where_nothing_flows(nodes: Sequence[Node]) -> frozenset[str]:
-    """The nodes in front of which no value of this run is read behind them."""
+    """The nodes at which the run can be cut without a value that crosses the cut."""
     position = {node: index for index, node in enumerate(nodes)}
     reach = 0
     found: set[str] = set()
@@ -47,7 +47,7 @@ def _where_nothing_flows(nodes: Sequence[Node]) -> frozenset[str]:
 
 
 def described(name: str, device_type: str) -> tuple[str, str]:
-    """What to call the compiler behind a lowering, and what can be done where it fails."""
+    """The name of the compiler behind a lowering, and the lever if it fails."""
     if name == "device":
         return (
             f"the compiler of {device_type}",

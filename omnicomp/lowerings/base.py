@@ -1,4 +1,4 @@
-"""The contract of a lowering: it says of each node whether it takes it or why not, and builds subgraphs."""
+"""The contract of a lowering: it supports a node or says why not, and builds subgraphs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +22,25 @@ Support = Reason | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoweringContext:
-    """What a lowering may know about the graph that it is asked about.
+    """The context of a part that a lowering gets.
 
     Attributes:
         graph_id: id of the Dynamo graph.
         part: `forward`, `backward` or `inference`.
         device: the device that the graph runs on.
         policy: the user's options.
-        timeline: where builds are recorded (by the ladder, not by the lowering).
+        timeline: gets the events of builds (from the builder, not from the lowering).
         inductor_kwargs: what `compile_fx` passes to its inner compile: static inputs, CUDA graphs, the graph's number.
         digest: hash of everything of omnicomp that changes generated code.
         modules: module paths of the Dynamo graph, for subgraphs that are a whole part.
         sources: `file:line` of the Dynamo graph, for the same.
-        places: of each node of the Dynamo graph behind the passes.
+        places: provenance of each node of the Dynamo graph behind the passes.
         sizes: what the graph's symbolic sizes were at compile time, by name.
         declined: blocks of the Dynamo graph that an override matched but was not put into.
-        key: what of the graph's cache keys is known before a cache is asked.
+        key: the components of the graph's cache keys that are known before a lookup.
         weights: the tensors of the call that is being compiled for which are weights of the model, by the name of their
             placeholder in an inference graph; each a function that returns None once the tensor is gone.
-        undecomposed: whether the part was traced without Inductor's decompositions, as an engine may take of it.
+        undecomposed: whether the part was traced without Inductor's decompositions, for an engine.
     """
 
     graph_id: str
@@ -75,7 +75,7 @@ class Executable:
         lowering: name of the lowering that built it.
         call: takes the list of inputs (boxed: it may clear the list) and returns the sequence of outputs.
         artefact: what was built, for example the path of a generated module; empty if there is none.
-        attest: returns the evidence of what `call` executes, and the external kernels that it calls.
+        attest: returns a description of what `call` executes, and the external kernels that it calls.
         workspace_bytes: memory that it keeps between calls.
         generated: path of the Python module whose code a call enters first, if a compiler generated one.
         overwritten: names of inputs that a call may write to once it is through with them.
@@ -101,7 +101,7 @@ class Lowering(Protocol):
     name: str
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
-        """Whether the lowering takes this node of a post-autograd graph: None, or the reason why not."""
+        """Whether the lowering supports this node of a post-autograd graph: None for yes, or the reason why not."""
         ...
 
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
@@ -113,7 +113,7 @@ class Lowering(Protocol):
             context: where it comes from.
 
         Raises:
-            Exception: anything. What Inductor raises makes the ladder find and cut out the nodes that are to blame;
+            Exception: anything. The builder finds the nodes that are to blame and cuts them out of Inductor's subgraph;
                 from another lowering it becomes a LoweringError.
         """
         ...

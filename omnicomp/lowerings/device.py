@@ -14,12 +14,12 @@ __all__ = ["DeviceLowering"]
 
 
 class DeviceLowering:
-    """Serves devices that wrote `compile_subgraph`; what it raises is the reason why the next lowering is asked."""
+    """Calls `Device.compile_subgraph`; if it raises, the error is the reason why the next lowering is asked."""
 
     name = "device"
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
-        """Everything that runs outside of Inductor's code: the compiler is asked by building."""
+        """Every node that runs outside Inductor's generated code; the device's compiler decides when it builds."""
         reason = EagerLowering().supports(node, context)
         return None if reason is None else dataclasses.replace(reason, by=self.name)
 

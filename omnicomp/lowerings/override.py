@@ -39,7 +39,7 @@ def override_of(node: Node) -> Override | None:
 
 
 def reference_of(node: Node) -> Callable[..., Any] | None:
-    """What a call of an override computes, as a function of the call's arguments: its `reference`, or what it replaced.
+    """The reference of a call of an override, as a function of the call's arguments.
 
     None for other nodes, and where it is not known any more, as in a graph that comes from a cache.
     """
@@ -56,7 +56,7 @@ def reference_of(node: Node) -> Callable[..., Any] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCall:
-    """A call of an override in a graph, and what it is to be compared with.
+    """A call of an override in a graph, and its reference.
 
     Attributes:
         item: the override.
@@ -77,7 +77,7 @@ class PlannedCall:
 
 
 def planned_call(node: Node, subgraph: str) -> PlannedCall | None:
-    """What is known of a node that calls an override, also of one that was made functional; None for other nodes."""
+    """The planned call of a node that calls an override, also if it was functionalised; None for other nodes."""
     target = node.target
     if isinstance(target, HigherOrderOperator) and node.args and isinstance(node.args[0], OpOverload):
         target = node.args[0]  # auto_functionalized
@@ -118,9 +118,9 @@ def has_own_gradients(module: GraphModule) -> bool:
 
 
 def put_references(module: GraphModule) -> GraphModule:
-    """Replace calls of overrides in a graph by calls of what they stand for, in place, and return the graph.
+    """Replace calls of overrides in a graph by calls of their references, in place, and return the graph.
 
-    What can't be told any more is left. The result can be run, and is not for a compiler.
+    A call whose reference is unknown stays. The result is to be run, not compiled.
     """
     changed = False
     for node in module.graph.nodes:
@@ -145,7 +145,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class OverrideLowering:
-    """Takes the nodes that overrides were put in place of."""
+    """Takes the nodes that call operators of overrides."""
 
     name = "override"
 

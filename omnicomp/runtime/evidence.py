@@ -1,8 +1,8 @@
-"""What the first call of an executable is seen to do: the code that ran, the overrides that were called, and how right.
+"""Evidence from the first call of an executable: the code that ran, the overrides that were called, their errors.
 
-What an executable says of itself is a claim. It is compared with what the interpreter and the operators tell: the file
+A description by the executable itself is a claim. It is compared with what the interpreter and operators show: the file
 of the code object that was entered, and the calls of the overrides' operators. Those calls are where an override is
-compared with its reference, on the arguments of a real call; nothing of this is there in later ones.
+compared with its reference, on the arguments of a real call. Later calls are not observed.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _local: Final = threading.local()
 
 
 class Rejected(BaseException):
-    """A call is given up because the backward that it would be followed by is wrong; only `rejectable` callers see it.
+    """A forward is abandoned because the backward that would follow is wrong; raised only inside `rejectable`.
 
-    It is no `Exception`, as those lead to the next lowering of the same part, with the same backward.
+    It is no `Exception`: those lead to the next lowering of the same part, with the same backward.
     """
 
     def __init__(self, reason: Reason) -> None:
@@ -58,7 +58,7 @@ def rejectable() -> Generator[None]:
 
 
 class Witness:
-    """Sees the first call of one executable."""
+    """Observes the first call of one executable."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Witness:
 
         Args:
             context: where the executable belongs.
-            claim: the lowering that it says it is on.
+            claim: the lowering that it was built by.
             calls: the calls of overrides in it, in program order.
             path: the Python module that Inductor generated for it, if it did.
-            repeatable: whether the part leaves nothing behind when it is given up in the middle.
+            repeatable: whether the part has no effect when it is abandoned half-way.
         """
         self._context, self._claim, self._path, self._repeatable = context, claim, path, repeatable
         self._calls: dict[Any, list[PlannedCall]] = {}
@@ -92,7 +92,7 @@ class Witness:
         self._seen: set[tuple[str, ...]] = set()
 
     def first(self, call: Boxed, inputs: list[Any]) -> Sequence[Any]:
-        """Call an executable and see what it does."""
+        """Call an executable and observe it."""
         self._sizes = tuple(index for index, value in enumerate(inputs) if type(value) is int)
         self._seen.add(self._size_class(inputs))
         with self._watching():
@@ -103,7 +103,7 @@ class Witness:
         return outputs
 
     def later(self, call: Boxed) -> Boxed:
-        """What is to be called from the second call on: `call` itself, if no override is in it.
+        """The callable from the second call on: `call` itself, if it holds no override.
 
         With one it is called directly unless the override was found wrong, or sizes of another class come in.
         """
@@ -124,12 +124,12 @@ class Witness:
         return run
 
     def after_first(self, call: Boxed) -> Boxed:
-        """The same, asked after the first call, when it is known whether anything was replaced."""
+        """The same, after the first call, when it is known whether anything was replaced."""
         return self.later(call) if self.replaced or self._sizes else call
 
     @property
     def ran(self) -> str:
-        """The lowering that the first call was seen to be on: the claim, if nothing speaks against it."""
+        """The lowering that ran in the first call: the claim, unless the evidence contradicts it."""
         if self._claim == "override" and self.replaced:
             return "eager"
         if not self.watched:
@@ -148,7 +148,7 @@ class Witness:
 
     @property
     def evidence(self) -> str:
-        """What was seen, if it is not what was claimed, or an empty text."""
+        """The evidence, if it contradicts the claim; else an empty text."""
         if self.replaced and self._claim == "override":
             return _REPLACED
         if self.ran != self._claim:
@@ -169,7 +169,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _watching(self) -> Generator[None]:
-        """Inside, note the first code object that tells what runs, unless something else profiles this thread."""
+        """Inside, note the first code object that identifies the executable, unless this thread is profiled already."""
         # Named by a hash of its content; without caches it is loaded from a folder that is gone by then.
         wanted = Path(self._path).name if self._claim == "inductor" else _GENERATED
         if sys.getprofile() is not None or not wanted:
@@ -262,7 +262,7 @@ class Witness:
         return trial.results
 
     def _alternatives(self, this: PlannedCall) -> list[PlannedCall]:
-        """What a call may stand for: Inductor may call operators in another order than the program, each once."""
+        """The planned calls that a call may be: Inductor may reorder calls of operators, and makes each once."""
         found = {other.text: other for other in self._open.calls[this.operator] if other.truth is not None}
         return [this, *(other for text, other in found.items() if text != this.text)]
 
@@ -275,7 +275,7 @@ class Witness:
         call: Callable[..., Any],
         precision: torch.dtype,
     ) -> str:
-        """Verify a derivative of the override's own; returns why it was not."""
+        """Verify the override's own derivative; returns why it could not be verified."""
         if trial.state != "right" or self._context.part != "forward" or not this.differentiable:
             return ""
         if not self._may_reject(this):

@@ -1,4 +1,4 @@
-"""The option `fallback` at work: a graph that falls back more than it may is a warning, or an error.
+"""The option `fallback`: a warning or an error for a graph that falls back more than its budget allows.
 
 A graph is judged when its parts are built, or restored from a cache, and again when something of it moved to eager in a
 call. The timeline tells what happened, and the report that is made of it is judged like any other (`audit/gate.py`), so

@@ -1,4 +1,4 @@
-"""The one line that is shown by default: what of a compiled graph fell back, and why."""
+"""The warning that is logged by default: which operators of a compiled graph fell back, and why."""
 
 import logging
 import threading
@@ -22,10 +22,10 @@ _lock = threading.Lock()
 
 
 def notify(graph: str, policy: Policy) -> None:
-    """Log one WARNING for each part of the graph of which something fell back; nothing if nothing did.
+    """Log one WARNING for each part of the graph in which an operator fell back.
 
     What the user chose (a policy without Inductor, say) is no fallback. What the option `fallback` allows, or the
-    project acknowledges, is left out, and a part without anything else is quiet.
+    project acknowledges, is left out; a part with no other fallback logs nothing.
     """
     if policy.summary:
         with harmless("what fell back"):
@@ -33,7 +33,7 @@ def notify(graph: str, policy: Policy) -> None:
 
 
 def hush(graph: str) -> None:
-    """Say nothing of the parts that a graph has by now: somebody else told of them, and more."""
+    """Suppress the warning for the parts that a graph has by now: a fuller one was logged."""
     with _lock:
         _said.update((graph, getattr(event, "part", "")) for event in current().events(graph))
 

@@ -1,9 +1,9 @@
-"""Retreat at run time: an executable that raises in a call is replaced, for that call and later ones, if that is safe.
+"""The guard: an executable that raises in a call is replaced by eager, for that call and later ones, if that is safe.
 
-A call may be repeated only if the failed one left nothing behind: it must not have written to an input, and not have
-taken part in a collective. What the graph does of that is known before the first call. Random numbers may be drawn anew
-once the generators are put back, unless other code makes the same ones again from a seed, which eager does not use.
-Inputs that generated code has freed already are gone, too; what it still holds is read from the frames of the error.
+A call may be repeated only if the failed one had no effect: it must not have written to an input, nor taken part in a
+collective. Whether the graph does so is known before the first call. Random numbers may be drawn again once the
+generators are restored, unless other code derives the same numbers from a seed, which eager does not use. Inputs that
+generated code has freed are lost, too; those that it still holds are read from the frames of the error.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ _OUT_OF_MEMORY: Final = ("DefaultCPUAllocator: ", "CUDA out of memory")
 
 
 def obstacle(module: GraphModule, part: str = "") -> Reason | None:
-    """Why a failed call of a post-autograd graph could not be repeated; None if it could.
+    """Why a failed call of a post-autograd graph must not be repeated; None if it may be.
 
     Args:
         module: the graph.
@@ -75,7 +75,7 @@ def obstacle(module: GraphModule, part: str = "") -> Reason | None:
 
 
 def _drawn_elsewhere(node: Node, part: str) -> str:
-    """What keeps random numbers from being drawn again by eager, with generators as they were before the call.
+    """Why eager must not draw the random numbers again, with generators as they were before the call; None if it may.
 
     Eager draws what Inductor's calls of its operators draw. Inductor's own numbers follow from a seed; eager draws
     others of the same distribution, which may be seen only where the seed is used a second time: by a backward, which
@@ -175,7 +175,7 @@ class Guard:
         self.differentiated = False
 
     def boxed(self) -> Boxed:
-        """The callable: one more Python frame, and no work unless a call raises or an input has a tangent."""
+        """The callable: one Python frame more, which does nothing unless a call raises or an input has a tangent."""
         if self.draws and self.obstacle is None:
             generators: list[torch.Generator] = []
 
@@ -214,7 +214,7 @@ class Guard:
         return guarded
 
     def _differentiated(self, inputs: list[Any]) -> Sequence[Any]:
-        """A call for a forward-mode derivative: by eager, as generated code would drop the tangents without a word."""
+        """A call with tangents (forward-mode derivatives), made in eager: generated code would drop them silently."""
         built = self._build()
         outputs = built.call(inputs)
         if not self.differentiated:

@@ -1,4 +1,4 @@
-"""Memory of the device around each call of a subgraph, for the timeline, and its time (`omnicomp.runtime.timing`).
+"""Samples of the device's memory around each call of a subgraph, and its time (`omnicomp.runtime.timing`).
 
 The options `memory` and `timing` ask for them.
 """
@@ -17,7 +17,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def sampled(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
-    """The callable with its time and memory observed; itself if the policy does not ask for either.
+    """The callable with samples of its time and memory; itself if the policy asks for neither.
 
     With the option `memory` there is an event for each call that returns.
 

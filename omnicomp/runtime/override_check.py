@@ -1,8 +1,7 @@
 """One call of an override compared with its reference, on the arguments of that call; forward and backward.
 
 The judge is the same as for subgraphs (`omnicomp.analysis.accuracy`): the reference is computed in the dtypes of the
-call and in
-a higher precision, and the override may be some times as far from the second as the first is.
+call and in a higher precision, and the override may be some times as far from the second as the first is.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ _NUDGE: Final = 2.0  # roundings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         state: `right`, `wrong`, or `unknown` if the two could not be compared.
@@ -60,7 +59,7 @@ def try_forward(
 ) -> Trial:
     """Call an override, and compare what it returns and writes with its reference.
 
-    If it is wrong, the arguments that it changed hold what the reference would have put there.
+    If it is wrong, the arguments that it changed hold the values of the reference.
 
     Args:
         item: the override.
@@ -266,7 +265,7 @@ def _with_doubts(
     wide: tuple[tuple[Any, ...], dict[str, Any]],
     precision: torch.dtype,
 ) -> list[Any]:
-    """The truth, with other values where whole numbers that differ could as well be others.
+    """The precise results, with integers masked that rounding could have changed.
 
     Of equal elements an index may name any. Whole numbers that differ are compared with those for inputs that are
     changed by some roundings, in both directions; where these differ as well, nothing is certain.

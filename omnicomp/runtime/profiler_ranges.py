@@ -1,4 +1,4 @@
-"""Calls of subgraphs as named ranges, for torch's profiler and NVIDIA's tools: the option `ranges` asks for it."""
+"""Named ranges around calls of subgraphs, for torch's profiler and NVIDIA's tools: the option `ranges`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

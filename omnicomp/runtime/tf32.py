@@ -1,4 +1,4 @@
-"""TF32 for the graphs that are compiled with it, and for nothing else of the program.
+"""TF32 for the graphs that are compiled with it, and for no other code of the program.
 
 Torch has one setting for the whole process. It is read by Inductor while it generates code, and by cuBLAS and cuDNN
 when they are called. So it is set while such a graph is built and while it is called, forward and backward, and put
@@ -27,13 +27,13 @@ def uses_tf32(policy: DtypePolicy, device: Device) -> bool:
 
 
 def compiling(context: LoweringContext) -> contextlib.AbstractContextManager[None]:
-    """The settings that a part of a graph is built under."""
+    """Inside, the precision settings of a graph are in effect."""
     tf32 = uses_tf32(context.policy.dtype_policy, context.device)
     return while_compiling() if tf32 else contextlib.nullcontext()
 
 
 def with_tf32(call: Boxed, context: LoweringContext) -> Boxed:
-    """The callable under the settings that its graph was built under; itself if these are the user's.
+    """The callable with the precision settings that its graph was built with; itself if these are the user's.
 
     Args:
         call: a boxed callable, built of a part or of a piece of one.

@@ -1,4 +1,4 @@
-"""Wall time of the calls of each subgraph, for the timeline: the option `timing` asks for it."""
+"""Wall time of the calls of each subgraph: the option `timing`."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ def timed(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
     """The callable with its calls that return timed; itself if the policy does not ask for it.
 
     The device is waited for before and after each call, so that the time is that call's alone. After 1, 2, 4, 8, …
-    calls an event tells of all so far: a run of any length has few of them.
+    calls an event sums up all so far, so that a long run has few of them.
 
     Args:
         call: a boxed callable, built of a part or of a piece of one.

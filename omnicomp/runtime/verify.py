@@ -1,4 +1,4 @@
-"""Verification: what a subgraph computes on real inputs, compared with eager in a higher precision.
+"""Verification: results of a subgraph on real inputs, compared with eager in a higher precision.
 
 Half precision is allowed what eager loses in it, and float32 what the order of its sums costs
 (`omnicomp.analysis.accuracy`).

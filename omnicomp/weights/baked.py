@@ -1,4 +1,4 @@
-"""Weights that were built into an executable, and whether they still are what was built in.
+"""Weights that were built into an executable, and checks that they have not changed since.
 
 Each call of such an executable asks, and a weight that changed is never passed by:
 

@@ -39,7 +39,7 @@ class Followed:
 
 
 class _Sight:
-    """The last time that a followed parameter was touched: another object each time."""
+    """A token that is replaced whenever a followed parameter may have changed."""
 
     mark: object = object()
 

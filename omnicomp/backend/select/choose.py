@@ -1,4 +1,4 @@
-"""The choice for a graph: known from an earlier process, measured now, or by rule where it can't be measured."""
+"""The choice for one graph: stored by an earlier process, measured now, or by rule if it cannot be measured."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""What was measured on this machine, so that later processes build the winner without measuring again."""
+"""Stored results of measuring, so that later processes build the winner without measuring again."""
 
 import dataclasses
 import hashlib
@@ -28,8 +28,8 @@ class Kept:
 
     Attributes:
         winner: name of the candidate.
-        rules: its rules, for a candidate that was made of the measurements.
-        candidates: all that were looked at.
+        rules: its placement rules, if it combines several candidates.
+        candidates: all that were measured.
     """
 
     winner: str
@@ -44,7 +44,7 @@ def key_of(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], ref
         gm: the Dynamo graph, with fake values: shapes, strides, dtypes and devices.
         graph: its policy and device.
         options: the candidates.
-        refused: names of engines that are none, here and now.
+        refused: names of engines that are not available here.
     """
     parts = (
         fingerprint([node for node in gm.graph.nodes]),
