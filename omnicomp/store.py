@@ -27,6 +27,10 @@ def folder() -> Path:
     return Path(own).expanduser() if own else Path(cache_dir()) / "omnicomp"
 
 
+class _OtherVersionError(Exception):
+    """A file of another schema, which is nothing to complain about."""
+
+
 class JsonStore(Generic[T]):
     """Values of one kind by key, in a folder of their own.
 
@@ -50,7 +54,7 @@ class JsonStore(Generic[T]):
             name: of the folder, inside of `folder()`.
             dump: makes what JSON can hold of a value.
             load: the inverse, for anything that a file may hold; raises if it is something else.
-            schema: a file of another one, such as an older version's, is a miss without a complaint.
+            schema: a file of another one, such as an older version's, is a miss that is not logged.
             files: that the folder may have.
             size: bytes that a file may have.
         """
@@ -73,8 +77,12 @@ class JsonStore(Generic[T]):
             value = self._value(path, key)
         except FileNotFoundError:
             return None, ""
+        except _OtherVersionError as error:
+            return None, f"{path} {error}"
+        except OSError as error:
+            return None, self._failed(f"{path} can't be read: {error}")
         except Exception as error:  # noqa: BLE001 - whatever is in the file, it is a miss that says so
-            return None, self._failed(f"{path} can't be used: {type(error).__name__}: {error}")
+            return None, self._failed(f"{path} is damaged: {type(error).__name__}: {error}")
         with contextlib.suppress(OSError):  # only its age is lost
             os.utime(path)
         return value, ""
@@ -91,26 +99,23 @@ class JsonStore(Generic[T]):
         return ""
 
     def all(self) -> list[tuple[str, T | str]]:
-        """Every key with its value, or with what is wrong with its file; files of other schemas are left out."""
+        """Every key with its value, or with what is wrong with its file; the least recently used first."""
         found: list[tuple[str, T | str]] = []
         for path in oldest_first(self.folder.glob("*.json")):
             try:
-                value = self._value(path, path.stem)
+                found.append((path.stem, self._value(path, path.stem)))
             except Exception as error:  # noqa: BLE001 - it is returned
                 found.append((path.stem, f"{type(error).__name__}: {error}"))
-            else:
-                if value is not None:
-                    found.append((path.stem, value))
         return found
 
     def remove(self, key: str) -> None:
         """Remove the file of a key."""
         self.path(key).unlink(missing_ok=True)
 
-    def _value(self, path: Path, key: str) -> T | None:
+    def _value(self, path: Path, key: str) -> T:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("schema") != self._schema:
-            return None
+            raise _OtherVersionError("is of another version")
         if data["key"] != key:
             raise ValueError("it belongs to another key")
         return self._load(data["value"])

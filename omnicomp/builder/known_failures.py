@@ -4,11 +4,8 @@ One small JSON file for each graph of a part, under Inductor's cache folder. It 
 no tensor. Failures of the moment or the machine, such as memory or a missing compiler, are never stored.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import json
-import os
 import threading
 import time
 import uuid
@@ -22,14 +19,12 @@ from torch.fx import GraphModule
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.lowerings import LoweringContext
-from omnicomp.store import folder, write_whole
+from omnicomp.store import JsonStore, folder
 from omnicomp.timeline import Cache, Reason
 
-__all__ = ["CACHE", "Entry", "PartVerdicts", "entries", "forget", "wrong_code"]
+__all__ = ["CACHE", "STORE", "Entry", "PartVerdicts", "entries", "forget", "wrong_code"]
 
 CACHE: Final = "verdicts"
-_SCHEMA: Final = 1
-_BYTES: Final = 2**20
 # A process finds out anew what it found before: what is faulty may have been repaired in it meanwhile.
 _PROCESS: Final = uuid.uuid4().hex
 
@@ -64,45 +59,38 @@ class Entry:
     untuned: Reason | None = None
     scripts: tuple[str, ...] = ()
 
-    def dumps(self) -> str:
-        """The entry as JSON."""
-        data = {**dataclasses.asdict(self), "schema": _SCHEMA, "boundaries": sorted(self.boundaries)}
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as JSON can hold it."""
+        data = {**dataclasses.asdict(self), "boundaries": sorted(self.boundaries)}
         data["cut"] = {name: reason.to_dict() for name, reason in self.cut.items()}
         data["untuned"] = None if self.untuned is None else self.untuned.to_dict()
-        return json.dumps(data, sort_keys=True, indent=1)
+        return data
 
     @classmethod
-    def loads(cls, text: str) -> "Entry":
-        """Read what `dumps` made.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema") != _SCHEMA:
-            raise ValueError("it is no verdict of this version")
-        try:
-            return cls(
-                key=_typed(data, "key", str),
-                graph=_typed(data, "graph", str),
-                writer=_typed(data, "writer", str),
-                time=float(data["time"]),
-                compilers=_typed(data, "compilers", str),
-                builds=None if data["builds"] is None else _typed(data, "builds", int),
-                cut={str(name): Reason.from_dict(item) for name, item in _typed(data, "cut", dict).items()},
-                boundaries=frozenset(map(str, _typed(data, "boundaries", list))),
-                values=_typed(data, "values", bool),
-                untuned=None if data.get("untuned") is None else Reason.from_dict(_typed(data, "untuned", dict)),
-                scripts=tuple(map(str, _typed(data, "scripts", list))),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"its field is missing or wrong: {error}") from error
+    def from_dict(cls, data: Mapping[str, Any]) -> "Entry":
+        """The inverse; raises if it is something else."""
+        return cls(
+            key=_typed(data, "key", str),
+            graph=_typed(data, "graph", str),
+            writer=_typed(data, "writer", str),
+            time=float(data["time"]),
+            compilers=_typed(data, "compilers", str),
+            builds=None if data["builds"] is None else _typed(data, "builds", int),
+            cut={str(name): Reason.from_dict(item) for name, item in _typed(data, "cut", dict).items()},
+            boundaries=frozenset(map(str, _typed(data, "boundaries", list))),
+            values=_typed(data, "values", bool),
+            untuned=None if data["untuned"] is None else Reason.from_dict(_typed(data, "untuned", dict)),
+            scripts=tuple(map(str, _typed(data, "scripts", list))),
+        )
 
 
 def _typed(data: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(data[name], kind):
         raise TypeError(name)
     return data[name]
+
+
+STORE: Final = JsonStore[Entry](CACHE, Entry.to_dict, Entry.from_dict, schema=2)
 
 
 class PartVerdicts:
@@ -137,27 +125,17 @@ class PartVerdicts:
         policy = self._context.policy
         if not self._enabled or policy.verdicts == "forget" or policy.on_error == "raise":
             return None
-        path = folder() / CACHE / f"{self.key}.json"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        found, problem = STORE.read(self.key)
+        if problem:
+            return self.unusable("bypass", f"{problem}; it is found out afresh")
+        if found is None:
             return None
-        except (OSError, UnicodeError) as error:
-            return self.unusable("bypass", f"{path} can't be read, so it is found out afresh: {error}")
-        try:
-            found = Entry.loads(text)
-            if found.key != self.key:
-                raise ValueError("it belongs to another graph")
-        except ValueError as error:
-            return self.unusable("bypass", f"{path} is damaged, so it is found out afresh: {error}")
         if found.writer == _PROCESS and not found.values:
             return None
         if found.compilers != compilers(self._context.device.type):
             return self._record("miss", "it was found with other compilers, so it is found out afresh")
         if found.builds is not None and policy.max_builds > found.builds:
             return self._record("miss", f"it was found with {found.builds} builds, and more are allowed now")
-        with contextlib.suppress(OSError):  # only its age is lost
-            os.utime(path)
         self._entry = dataclasses.replace(found, writer=_PROCESS)
         nodes = "1 node leaves" if len(found.cut) == 1 else f"{len(found.cut)} nodes leave"
         nodes += ", built without autotuning," if found.untuned else ""
@@ -201,16 +179,11 @@ class PartVerdicts:
                 untuned=untuned or old.untuned,
                 scripts=tuple(dict.fromkeys([*old.scripts, *scripts])),
             )
-            text = self._entry.dumps()
-            if len(text) > _BYTES:
-                self.unusable("bypass", f"it is not kept, as its {len(text)} characters are too many")
-                return
-            try:
-                write_whole(folder() / CACHE / f"{self.key}.json", text)
-                if values:
-                    _mark_wrong(self.key)
-            except OSError as error:
-                self.unusable("bypass", f"it is not kept: {error}")
+            problem = STORE.write(self.key, self._entry)
+            if values and not problem:
+                problem = _mark_wrong(self.key)
+            if problem:
+                self.unusable("bypass", f"it is not kept: {problem}")
 
     def unusable(self, verdict: str, sentence: str) -> None:
         """Record why nothing could be read or stored."""
@@ -239,11 +212,16 @@ def _hardware(device_type: str) -> str:
     return device_type
 
 
-def _mark_wrong(key: str) -> None:
+def _mark_wrong(key: str) -> str:
+    """Change `wrong_code`; returns why that failed, or an empty text."""
     path = folder() / "wrong"
-    if key not in (path.read_text(encoding="utf-8") if path.exists() else ""):
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"{key}\n")
+    try:
+        if key not in (path.read_text(encoding="utf-8") if path.exists() else ""):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{key}\n")
+    except OSError as error:
+        return f"{path} can't be written: {error}"
+    return ""
 
 
 def wrong_code() -> str:
@@ -260,12 +238,7 @@ def wrong_code() -> str:
 
 def entries() -> list[tuple[Path, Entry | str]]:
     """Every stored entry, the newest first; for one that cannot be read, the error."""
-    found: list[tuple[Path, Entry | str]] = []
-    for path in (folder() / CACHE).glob("*.json"):
-        try:
-            found.append((path, Entry.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError) as error:
-            found.append((path, str(error)))
+    found = [(STORE.path(key), entry) for key, entry in STORE.all()]
     return sorted(found, key=lambda each: -each[1].time if isinstance(each[1], Entry) else 0.0)
 
 

@@ -18,7 +18,7 @@ from omnicomp.builder.on_failure import write_script
 from omnicomp.cli import app
 from omnicomp.cli.bisect import run_script
 from omnicomp.errors import OmnicompError
-from omnicomp.store import folder, write_whole
+from omnicomp.store import folder
 from omnicomp.timeline import Reason
 
 SIN = torch.ops.aten.sin.default
@@ -50,7 +50,7 @@ def test_what_is_known_is_listed_and_forgotten() -> None:
     untuned = Reason(code="build_failed", sentence="no memory to tune")
     entry = Entry(key="k", graph="g0.forward model.py:3", cut={"sin": reason}, scripts=(str(path),), builds=4)
     entry = dataclasses.replace(entry, untuned=untuned)
-    write_whole(folder() / CACHE / "k.json", entry.dumps())
+    assert known_failures.STORE.write("k", entry) == ""
     (folder() / CACHE / "broken.json").write_text("{")
     output = bisect().output
     for piece in (
