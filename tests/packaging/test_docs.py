@@ -16,6 +16,7 @@ PAGES = sorted(
     if (ROOT / name).is_file() and not name.startswith("tests/data/")
 )  # fmt: skip
 NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]
+ROOMS = sorted(path.parent for path in (ROOT / "omnicomp").glob("*/__init__.py"))
 FENCE = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -110,3 +111,8 @@ def test_the_way_of_a_graph_names_what_is_there() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=name)
+def test_each_room_has_a_short_readme(room: Path) -> None:
+    assert len((room / "README.md").read_text(encoding="utf-8").splitlines()) <= 25
