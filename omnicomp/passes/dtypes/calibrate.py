@@ -11,9 +11,7 @@ What was found is kept by what the graph is, in the process and on disk, not by 
 
 import dataclasses
 import hashlib
-import json
 import math
-import os
 import threading
 import time
 import types
@@ -31,7 +29,7 @@ from omnicomp.errors import first_line
 from omnicomp.options.policy import Policy
 from omnicomp.passes.dtypes import trial_runs
 from omnicomp.passes.dtypes.trial_runs import Runs, Site, TrialError
-from omnicomp.store import folder, write_whole
+from omnicomp.store import JsonStore
 from omnicomp.timeline import Calibration, Option, Reason, Rewrite, Timeline
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["CACHE", "Bound", "Finding", "clear", "must_stay_wide", "search"]
 
 CACHE: Final = "calibrations"
-_SCHEMA: Final = 1
 _MEMO: Final = "calibration"
 # Operators, or groups of neighbours, that are lowered alone to see what they do to the outputs.
 _ALONE: Final = 32
@@ -110,27 +107,18 @@ class Finding:
     runs: int = 0
     seconds: float = 0.0
 
-    def dumps(self, key: str) -> str:
-        """The finding as JSON."""
-        return json.dumps({**dataclasses.asdict(self), "schema": _SCHEMA, "key": key}, sort_keys=True)
-
     @classmethod
-    def loads(cls, text: str, key: str) -> "Finding":
-        """Read what `dumps` made for the same key.
+    def from_dict(cls, data: Mapping[str, Any]) -> "Finding":
+        """The inverse of `dataclasses.asdict`; raises if it is something else."""
+        return cls(
+            kept=tuple((int(r), str(name), float(a), float(b)) for r, name, a, b in data["kept"]),
+            met=data["met"] is True,
+            **{name: float(data[name]) for name in ("before", "after", "wide", "seconds")},
+            **{name: int(data[name]) for name in ("lowered", "runs")},
+        )
 
-        Raises:
-            ValueError: it is something else.
-        """
-        data = json.loads(text)
-        if not isinstance(data, dict) or (data.get("schema"), data.get("key")) != (_SCHEMA, key):
-            raise ValueError("it belongs to another graph or version")
-        try:
-            kept = tuple((int(r), str(name), float(a), float(b)) for r, name, a, b in data["kept"])
-            numbers = {name: float(data[name]) for name in ("before", "after", "wide", "seconds")}
-            counts = {name: int(data[name]) for name in ("lowered", "runs")}
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"its field is missing or wrong: {error}") from error
-        return cls(kept=kept, met=data.get("met") is True, **numbers, **counts)
+
+STORE: Final = JsonStore[Finding](CACHE, dataclasses.asdict, Finding.from_dict, schema=2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -437,14 +425,9 @@ def _look_up(key: str, bound: Bound) -> tuple[Finding | None, str]:
             return _known[key], ""
     if not keeps_caches():
         return None, ""
-    path = folder() / CACHE / f"{key}.json"
-    try:
-        finding = Finding.loads(path.read_text(encoding="utf-8"), key)
-        os.utime(path)
-    except FileNotFoundError:
-        return None, ""
-    except (OSError, ValueError) as error:
-        return None, f"{path} can't be used, so it was calibrated afresh: {error}"
+    finding, problem = STORE.read(key)
+    if finding is None:
+        return None, problem and f"{problem}; it was calibrated afresh"
     _remember(key, finding)
     return finding, ""
 
@@ -456,11 +439,8 @@ def _keep(key: str, finding: Finding, bound: Bound) -> str:
     _remember(key, finding)
     if not keeps_caches():
         return ""
-    try:
-        write_whole(folder() / CACHE / f"{key}.json", finding.dumps(key))
-    except OSError as error:
-        return f"it is not kept for other processes: {error}"
-    return ""
+    problem = STORE.write(key, finding)
+    return problem and f"it is not kept for other processes: {problem}"
 
 
 def _remember(key: str, finding: Finding) -> None:

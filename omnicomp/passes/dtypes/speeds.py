@@ -5,14 +5,11 @@ one product is timed in float32 and in the dtype, by turns, for some millisecond
 process, and on disk next to omnicomp's other caches. What else the machine does only adds to a time.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import json
 import platform
 import threading
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,7 +17,7 @@ import torch
 from omnicomp._torch.dtypes import undisturbed
 from omnicomp.devices.cpu import cpu_flags
 from omnicomp.options.dtype_policy import short
-from omnicomp.store import folder, write_whole
+from omnicomp.store import JsonStore
 
 __all__ = ["SIZE", "Speed", "forget", "measured"]
 
@@ -69,7 +66,7 @@ def measured(dtype: torch.dtype) -> Speed:
     key = _key(dtype)
     with _lock:
         if key not in _known:
-            _known[key] = _read(key) or _measure(dtype, key)
+            _known[key] = STORE.read(key)[0] or _measure(dtype, key)
         return _known[key]
 
 
@@ -97,9 +94,7 @@ def _measure(dtype: torch.dtype, key: str) -> Speed:
                 times[kind].append(time.perf_counter() - start)
     wide, low = (min(values) * 1e3 for values in times.values())
     speed = Speed(dtype=short(dtype), wide_ms=wide, low_ms=low, threads=torch.get_num_threads())
-    # A folder that can't be written costs another measurement in the next process, and nothing else.
-    with contextlib.suppress(OSError):
-        _write(key, speed)
+    STORE.write(key, speed)
     return speed
 
 
@@ -109,18 +104,11 @@ def _key(dtype: torch.dtype) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _path(key: str) -> Path:
-    return folder() / "speeds" / f"{key}.json"
+def _load(data: Any) -> Speed:
+    speed = Speed(**data)
+    if not (speed.low_ms > 0 and speed.wide_ms > 0):
+        raise ValueError("a time is not positive")
+    return speed
 
 
-def _read(key: str) -> Speed | None:
-    try:
-        data: Any = json.loads(_path(key).read_text(encoding="utf-8"))
-        speed = Speed(**data)
-        return speed if speed.low_ms > 0 and speed.wide_ms > 0 else None
-    except (OSError, ValueError, TypeError):
-        return None  # none, or damaged: it is measured anew
-
-
-def _write(key: str, speed: Speed) -> None:
-    write_whole(_path(key), json.dumps(dataclasses.asdict(speed)))
+STORE: Final = JsonStore[Speed]("speeds", dataclasses.asdict, _load)

@@ -18,7 +18,7 @@ from omnicomp.passes.assumptions import Assumption, assumption
 from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.passes.dtypes import calibrate
-from omnicomp.passes.dtypes.calibrate import Finding, search
+from omnicomp.passes.dtypes.calibrate import search
 from omnicomp.store import folder
 from omnicomp.timeline import Calibration, NearMiss, Option, Rewrite, current
 
@@ -229,8 +229,8 @@ def test_a_damaged_file_is_replaced() -> None:
     _, events = run(model, x, dtype_error=1e-2)
     (event,) = only(events, Calibration)
     assert event.state == "measured"
-    assert "can't be used" in event.note
-    assert Finding.loads(path.read_text(), path.stem).kept
+    assert "is of another version; it was calibrated afresh" in event.note
+    assert calibrate.STORE.read(path.stem)[0].kept
 
 
 class AssumesMask(Pass):

@@ -35,7 +35,7 @@ def test_a_damaged_file_is_measured_anew():
         path.write_text(text)
         speeds.forget()
         assert speeds.measured(torch.bfloat16).low_ms > 0
-    assert json.loads(path.read_text())["dtype"] == "bfloat16"
+    assert json.loads(path.read_text())["value"]["dtype"] == "bfloat16"
 
 
 def test_another_number_of_threads_is_another_measurement():
