@@ -1,7 +1,5 @@
 """The whole way of a graph: values, gradients, what is recorded, and what happens when something fails."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 
 import omnicomp
@@ -71,9 +70,7 @@ def test_found_by_name_without_importing_omnicomp() -> None:
         "assert torch.equal(f(torch.ones(3)), torch.ones(3).sin() + 1)\n"
         "print('omnicomp' in sys.modules)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "True"
+    assert python("-c", code, check=True).stdout.strip() == "True"
 
 
 def test_forward_and_gradients_without_inductor() -> None:

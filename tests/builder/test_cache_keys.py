@@ -1,9 +1,7 @@
 """What comes from a compile cache is never stale, and a miss says which part of the key changed."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 
 import omnicomp
@@ -373,10 +372,8 @@ def my_digamma(x):
 
 def run(folder: Path, backend: str = "omni", package: Path = ROOT, **environment: str) -> dict[str, Any]:
     """Run the program in a process of its own, with a package that may be a copy."""
-    variables = {**os.environ, "PYTHONPATH": str(package), "OMNICOMP_VERIFY": "off", **environment}
-    command = [sys.executable, str(folder / "program.py"), backend]
-    result = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-    assert result.returncode == 0, result.stderr
+    variables = {"PYTHONPATH": str(package), "OMNICOMP_VERIFY": "off", **environment}
+    result = python(folder / "program.py", backend, environment=variables, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 

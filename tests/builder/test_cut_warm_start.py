@@ -7,11 +7,8 @@ nothing make a cut part that needs no compiler.
 import dataclasses
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor.codecache import FxGraphCache
@@ -415,8 +413,10 @@ def test_a_bundle_brings_it_into_an_empty_cache(monkeypatch: pytest.MonkeyPatch,
 
 
 PROGRAM = """
-import json, torch, omnicomp
+import json, sys, torch, omnicomp
 from torch import nn
+
+torch.compiler.config.cache_key_tag = sys.argv[1]
 
 @omnicomp.override(op=torch.ops.aten.digamma.default)
 def my_digamma(x):
@@ -454,14 +454,9 @@ print(json.dumps({
 @pytest.mark.inductor
 def test_a_second_process_tells_the_same_story(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    variables = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": uuid.uuid4().hex}
-    found: list[dict[str, Any]] = []
-    for _ in range(2):
-        command = [sys.executable, str(tmp_path / "program.py")]
-        result = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-        assert result.returncode == 0, result.stderr
-        found.append(json.loads(result.stdout.splitlines()[-1]))
-    cold, warm = found
+    tag = uuid.uuid4().hex
+    made = [python(tmp_path / "program.py", tag, fresh=fresh, check=True) for fresh in (False, True)]
+    cold, warm = (json.loads(done.stdout.splitlines()[-1]) for done in made)
     assert (cold["counted"], warm["counted"]) == ([0, 2], [2, 0])
     assert warm["hits"] == [[part, "aot_autograd"] for part in ("forward", "backward", "inference")]
     for same in ("values", "stable", "levels", "ran"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from made_timelines import large_timeline
+from processes import python
 
 from omnicomp.timeline import JsonLinesSink, Timeline
 
@@ -122,7 +123,5 @@ def test_a_terminal_gets_colours(timeline: Path, words: list[str]) -> None:
 
 
 def test_a_terminal_without_unicode_is_no_error(timeline: Path) -> None:
-    command = [sys.executable, "-c", "from omnicomp.cli import main; main()", "audit", str(timeline), "--tree"]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)
-    assert done.returncode == 0, done.stderr
-    assert b"layers" in done.stdout
+    done = python("-m", "omnicomp", "audit", timeline, "--tree", environment={"PYTHONIOENCODING": "ascii"}, check=True)
+    assert "layers" in done.stdout

@@ -1,12 +1,12 @@
 """`omnicomp bisect` lists what is known to fail, repeats it from a script of torch alone, narrows and forgets it."""
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch._inductor import lowering
 from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
@@ -77,8 +77,7 @@ def test_a_script_fails_as_long_as_inductor_does_and_is_narrowed(monkeypatch: py
     smaller = Path(said[-1].rpartition(": ")[2])
     assert "aten.mul" not in smaller.read_text()
     monkeypatch.undo()
-    alone = subprocess.run([sys.executable, str(smaller)], capture_output=True, text=True, check=False)
-    assert alone.returncode == 0, alone.stderr
+    python(smaller, check=True)
 
 
 @pytest.mark.inductor

@@ -1,13 +1,11 @@
 """`omnicomp diff`, also of two processes that really compile."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from omnicomp.timeline import Capture, JsonLinesSink, NodePlacement, Placement, Ran, Reason, Stage, Subgraph, Timeline
 
@@ -53,19 +51,17 @@ for name in sys.argv[1:]:
 """
 
 
-def run(folder: Path, *order: str, seed: int, edit: str = "torch.sin", builds: int = 24) -> Path:
+def run(folder: Path, *order: str, seed: int, edit: str = "torch.sin", builds: int = 24, fresh: bool = False) -> Path:
     """The timeline of the program in a process of its own, from a file of another name each time."""
     program, timeline = folder / f"program{seed}.py", folder / f"run{seed}.jsonl"
     program.write_text("\n" * seed + PROGRAM.replace("EDIT", edit).replace("BUILDS", str(builds)))
-    environment = {**os.environ, "OMNICOMP_TIMELINE": str(timeline), "PYTHONHASHSEED": str(seed)}
-    result = subprocess.run([sys.executable, program, *order], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+    python(program, *order, environment={"OMNICOMP_TIMELINE": str(timeline)}, fresh=fresh, check=True)
     return timeline
 
 
 def test_an_unchanged_program_gives_an_empty_diff_in_any_order_of_its_graphs(omnicomp: Command, tmp_path: Path) -> None:
     one = run(tmp_path, "stack", "other", "again", seed=1)
-    other = run(tmp_path, "other", "again", "stack", seed=2)
+    other = run(tmp_path, "other", "again", "stack", seed=2, fresh=True)  # with other hashes
     code, out, err = omnicomp("diff", one, other, "--format", "json")
     assert (code, err) == (0, "")
     assert json.loads(out)["changes"] == []

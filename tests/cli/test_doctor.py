@@ -1,14 +1,13 @@
 import dataclasses
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 from omnicomp._torch.dynamo import registrations
 from omnicomp.cli import doctor
@@ -197,13 +196,11 @@ def test_backends() -> None:
 
 
 def test_python_m() -> None:
-    result = subprocess.run([sys.executable, "-m", "omnicomp", "--version"], capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("omnicomp ")
+    assert python("-m", "omnicomp", "--version", fresh=True, check=True).stdout.startswith("omnicomp ")
 
 
 def test_the_simulated_device_is_enabled_to_be_checked() -> None:
-    command = [sys.executable, "-m", "omnicomp", "doctor", "--device", "sim", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **SHARED})
+    done = python("-m", "omnicomp", "doctor", "--device", "sim", "--json", environment=SHARED)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["device sim"]["status"] == "ok", done.stderr
     assert {check["status"] for name, check in checks.items() if name.startswith("sim ")} == {"ok"}

@@ -1,14 +1,12 @@
 """A second process, started warm from the caches, tells the same story as the first."""
 
 import json
-import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 PROGRAM = """
 import json, sys, torch, omnicomp
@@ -31,6 +29,7 @@ def fast_tanh(x):
     return torch.tanh(x)
 
 torch.manual_seed(0)
+torch.compiler.config.cache_key_tag = sys.argv[3]
 model = Model()
 compiled = torch.compile(model, backend=sys.argv[1])
 loss = compiled(torch.randn(4, 8)).square().sum()
@@ -51,16 +50,12 @@ print(json.dumps({
 """
 
 
-def run(program: Path, tag: str, backend: str = "omni", rows: int = 5) -> dict[str, Any]:
+def run(program: Path, tag: str, backend: str = "omni", rows: int = 5, *, fresh: bool = False) -> dict[str, Any]:
     """Run the program in a process of its own.
 
     A fresh tag makes the caches cold as a fresh folder would, without compiling Inductor's C++ headers again.
     """
-    environment = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": tag}
-    result = subprocess.run(
-        [sys.executable, str(program), backend, str(rows)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    result = python(program, backend, rows, tag, fresh=fresh, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -69,7 +64,7 @@ def test_a_warm_start_shows_the_audit_of_the_cold_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     tag = uuid.uuid4().hex
-    cold, warm = run(program, tag), run(program, tag)
+    cold, warm = run(program, tag), run(program, tag, fresh=True)
     assert (cold["hits"], cold["misses"]) == (0, 2)
     assert (warm["hits"], warm["misses"]) == (2, 0), "AOTAutograd's cache skipped our callbacks"
     assert warm["hit_events"] == 3, "forward and backward of one graph, inference of the other"

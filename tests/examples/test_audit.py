@@ -1,13 +1,11 @@
 """The three broken set-ups: the audit of each names its cause, in the words that the walk-through shows."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[2]
 Command = Callable[..., tuple[int, str]]
@@ -18,9 +16,7 @@ def omnicomp(tmp_path: Path) -> Command:
     """The command line in a process of its own: exit status and output."""
 
     def call(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-c", "from omnicomp.cli import main; main()", *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = python("-m", "omnicomp", *words, folder=tmp_path, environment={"COLUMNS": "120"})
         assert "Traceback" not in done.stderr
         return done.returncode, " ".join(done.stdout.split())
 

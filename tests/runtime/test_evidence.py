@@ -1,14 +1,13 @@
 """Overrides are compared with their references when they are first used, and what ran is told by what was seen."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from tagged import MLP, Model, backward, declare, events, keep, plain, refusals, train
 from torch import Tensor, nn
 
@@ -329,7 +328,7 @@ with cProfile.Profile() as profile:
 assert any("cos" in str(key) for key in profile.getstats()), "the profile ended early"
 assert not omnicomp.audit().mismatches
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code, check=True)
 
 
 def test_the_class_of_arguments_tells_what_kernels_have_other_code_for() -> None:

@@ -1,14 +1,13 @@
 """The simulated device for tests: built once, in the folder that all runs share, and what a test compares with."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 import omnicomp.devices.sim
 from omnicomp.devices.sim.build import build_folder
@@ -46,9 +45,7 @@ def in_process(shared_sim: tuple[ModuleType, str]) -> Callable[..., subprocess.C
 
 def run_with(cache: str, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own, which finds the driver in that cache folder."""
-    variables = {**os.environ, "OMNICOMP_CACHE_DIR": cache, **environment}
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    return python("-c", program, *arguments, environment={"OMNICOMP_CACHE_DIR": cache, **environment})
 
 
 def alike(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, grad: bool = False, **tolerance: float) -> None:

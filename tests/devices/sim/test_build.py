@@ -1,10 +1,9 @@
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 import omnicomp.devices.sim
 from omnicomp.devices.sim import build
@@ -69,11 +68,10 @@ def test_two_processes_build_one_driver(tmp_path: Path) -> None:
         "Path(sys.argv[1]);"
         "build.load_driver(lambda line: print(line)); print(build.is_built())"
     )
-    environment = {**os.environ, "OMNICOMP_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    said = [process.communicate()[0].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    environment = {"OMNICOMP_CACHE_DIR": str(tmp_path / "cache")}
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(python, "-c", program, tmp_path, environment=environment, check=True) for _ in range(2)]
+    said = [each.result().stdout.splitlines() for each in made]
     assert sorted(len(lines) for lines in said) == [1, 3]  # one of them says what it builds and how long it took
 
 

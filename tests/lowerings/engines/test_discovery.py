@@ -1,11 +1,10 @@
 import importlib.metadata
-import subprocess
-import sys
 from typing import Any
 
 import fake_engines as fake
 import pytest
 import torch
+from processes import python
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from omnicomp.backend.options import policy_of
@@ -108,8 +107,7 @@ def test_names_are_known_without_importing_any_engine() -> None:
         "assert not loaded, loaded; "
         "assert not any(m.startswith('omnicomp.lowerings.engines.toy') for m in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", code, check=True)
 
 
 def test_engine_options_of_what_is_no_mapping() -> None:

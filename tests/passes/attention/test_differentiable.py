@@ -3,9 +3,6 @@
 import copy
 import functools
 import json
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python
 from torch.func import functional_call, grad, vmap
 from torch.fx import GraphModule, symbolic_trace
 from torch.testing import assert_close
@@ -416,7 +414,7 @@ def test_a_transform_is_seen_only_inside_of_it() -> None:
 
 
 WARM = """
-import json, torch
+import json, sys, torch
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import scaled_dot_product_attention
 from omnicomp.passes.attention.differentiable import ATTENTION_WITH_BIAS, ATTENTION_WITH_SINK
@@ -427,6 +425,8 @@ def backend(module, example):
             node.target = ATTENTION_WITH_BIAS if "bias" in str(node.args[3]) else ATTENTION_WITH_SINK
     module.recompile()
     return compile_fx(module, example)
+
+torch.compiler.config.cache_key_tag = sys.argv[1]
 
 def program(q, k, v, bias, sink):
     return scaled_dot_product_attention(scaled_dot_product_attention(q, k, v, bias, scale=0.3), k, v, sink, scale=0.3)
@@ -449,10 +449,7 @@ print(json.dumps([counters[f"autograd_cache_{what}"] for what in ("miss", "hit",
 def test_a_second_process_takes_the_compiled_graph_from_the_cache(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WARM)
-    environment = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": uuid.uuid4().hex}
-    for counts in ([1, 0, 0], [0, 1, 0]):
-        ran = subprocess.run(
-            [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
-        )
-        assert ran.returncode == 0, ran.stderr
+    tag = uuid.uuid4().hex
+    for counts, fresh in (([1, 0, 0], False), ([0, 1, 0], True)):
+        ran = python(program, tag, fresh=fresh, check=True)
         assert json.loads(ran.stdout.splitlines()[-1]) == counts

@@ -1,17 +1,18 @@
 """Random attention programs under omni against float64: every spelling with every other, values and gradients."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 from attention_checks import Mismatch, Program, Tally, Unsuited, build, check, random_program, sample
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 # Share of the programs that have to be fused. It is over all choices at once, the odd ones included: a program of this
 # kind has several features that a real model has one of.
-FUSED = {"inference": 0.4, "training": 0.4, "dynamic": 0.3}
+FUSED = {"any": 0.4, "inference": 0.4, "training": 0.4, "dynamic": 0.3}
 
 # Share of the programs that may differ. Most of these differ from eager in rows in which no key is left, combined with
 # what a program does to such rows itself (docs/attention.md); the failures are printed with the programs.
@@ -26,22 +27,16 @@ def programs(draw: Any, **fixed: bool) -> Program:
 @pytest.mark.parametrize(
     ("kind", "examples", "fixed"),
     [
-        ("inference", 320, {"training": False, "dynamic": False}),
-        ("training", 140, {"training": True, "dynamic": False}),
-        ("dynamic", 40, {"dynamic": True}),
+        ("any", 40, {}),
+        pytest.param("inference", 320, {"training": False, "dynamic": False}, marks=pytest.mark.slow),
+        pytest.param("training", 140, {"training": True, "dynamic": False}, marks=pytest.mark.slow),
+        pytest.param("dynamic", 100, {"dynamic": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_gives_what_eager_gives(kind: str, examples: int, fixed: dict[str, bool]) -> None:
     tally = Tally()
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=examples)
     @given(programs(**fixed))
     def compare(program: Program) -> None:
         try:
@@ -59,8 +54,13 @@ def test_a_program_gives_what_eager_gives(kind: str, examples: int, fixed: dict[
     print(tally.report())
     assert len(tally.unsuited) < examples / 20, "programs that eager cannot run are programs not drawn"
     assert tally.empty_rows > examples / 20
-    assert tally.share() >= FUSED[kind]
-    assert len(tally.failures) <= DIFFERENT * examples, tally.report()
+    assert tally.share() >= FUSED[kind] - luck(FUSED[kind], examples), tally.report()
+    assert len(tally.failures) <= (DIFFERENT + luck(DIFFERENT, examples)) * examples, tally.report()
+
+
+def luck(share: float, examples: int) -> float:
+    """By how much a share of so few examples may be off: three standard deviations of it."""
+    return 3 * math.sqrt(share * (1 - share) / examples) if examples < 100 else 0.0
 
 
 PLAIN = Program(mask="tril", padding="right", bias="head", softcap="functions", training=True)

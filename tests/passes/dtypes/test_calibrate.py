@@ -1,13 +1,11 @@
 """Bounded error: what is kept wide, and that nothing but the calibration's finding is left behind."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
@@ -270,7 +268,7 @@ def test_a_variant_that_is_built_later_was_calibrated_before(monkeypatch: pytest
 
 PROGRAM = """
 import json, sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_calibrate import Cancelling, kept, only, run
 from omnicomp.timeline import Calibration
 torch.manual_seed(0)
@@ -282,12 +280,9 @@ print(json.dumps([event.state, event.before, event.after, kept(events)]))
 
 
 def test_another_process_knows_it() -> None:
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent)]
-    made = [
-        subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=300).stdout
-        for _ in range(2)
-    ]
-    first, second = (json.loads(text.splitlines()[-1]) for text in made)
+    folders = (Path(__file__).parent, Path(__file__).parents[2] / "support")
+    made = [python("-c", PROGRAM, *folders, fresh=fresh, check=True) for fresh in (False, True)]
+    first, second = (json.loads(done.stdout.splitlines()[-1]) for done in made)
     assert first[0] == "measured"
     assert second == ["known", *first[1:]]
 
