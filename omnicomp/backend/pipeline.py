@@ -42,18 +42,17 @@ from omnicomp.runtime.fallback_limit import enforce
 from omnicomp.runtime.fallback_warning import notify
 from omnicomp.runtime.override_check import devices_of
 from omnicomp.timeline import (
-    Attempt,
     Event,
     Option,
     Ran,
     Reason,
-    Retreat,
     Speculation,
     Timeline,
     current,
 )
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
+from omnicomp.timeline.step_down import Where, record_step_down
 
 __all__ = ["omni", "reset"]
 
@@ -422,9 +421,11 @@ def _record_graph_break(graph: CapturedGraph, error: Exception) -> None:
 
 def _record_retreat(graph: str, source: str, target: str, reason: Reason) -> None:
     """Record that the whole graph moved from one way of going on to another."""
-    current().append(
-        Retreat(graph=graph, part="", subgraph=graph, source_lowering=source, target_lowering=target, reason=reason)
-    )
+    record_step_down(current(), _whole(graph), source, target, reason, attempts=False)
+
+
+def _whole(graph: str) -> Where:
+    return {"graph": graph, "part": "", "subgraph": graph}
 
 
 def _retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) -> Any:
@@ -458,8 +459,6 @@ def _running_eager(gm: GraphModule, graph: str, compiler: str, reason: Reason) -
 def _record_eager(graph: str, compiler: str, reason: Reason) -> Once:
     """Record that the whole graph moved to eager; what is returned records that it ran there."""
     timeline = current()
-    _record_retreat(graph, compiler, "eager", reason)
-    timeline.append(Attempt(graph=graph, part="", subgraph=graph, lowering=compiler, ok=False, reason=reason))
-    timeline.append(Attempt(graph=graph, part="", subgraph=graph, lowering="eager", ok=True, selected=True))
-    ran = Ran(graph=graph, part="", subgraph=graph, lowering="eager", evidence="torch.fx.GraphModule")
+    record_step_down(timeline, _whole(graph), compiler, "eager", reason)
+    ran = Ran(**_whole(graph), lowering="eager", evidence="torch.fx.GraphModule")
     return Once(lambda: timeline.append(ran))

@@ -15,7 +15,8 @@ from omnicomp.builder.record import PartRecord
 from omnicomp.errors import Once, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.timeline import Ran, Reason, Retreat
+from omnicomp.timeline import Ran, Reason
+from omnicomp.timeline.step_down import record_step_down
 
 __all__ = ["run_eagerly"]
 
@@ -39,7 +40,7 @@ def run_eagerly(
     if any(lowering.supports(node, context) is not None for node in nodes):
         raise error
     plan = Plan(runs=(Run(lowering="eager", nodes=nodes),), counts={"eager": len(nodes)}, declined=())
-    where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": f"{context.part_id}.0"}
+    where = context.where(f"{context.part_id}.0")
     record: PartRecord | None = None
     with harmless("what a part is made of"):
         record = PartRecord(module, plan, (), context, ["eager"])
@@ -59,7 +60,7 @@ def run_eagerly(
         observed=type(error).__name__,
         lever="report the error; to see it raised, set options={'on_error': 'raise'}",
     )
-    context.timeline.append(Retreat(**where, source_lowering="ladder", target_lowering="eager", reason=reason))
+    record_step_down(context.timeline, where, "ladder", "eager", reason, attempts=False)
 
     def ran() -> None:
         evidence, kernels = built.attest()

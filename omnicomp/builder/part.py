@@ -43,9 +43,10 @@ from omnicomp.runtime.memory import sampled
 from omnicomp.runtime.profiler_ranges import named
 from omnicomp.runtime.tf32 import with_tf32
 from omnicomp.runtime.verify import Verifier
-from omnicomp.timeline import NodePlacement, Reason, Retreat
+from omnicomp.timeline import NodePlacement, Reason
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump, dump_placement
+from omnicomp.timeline.step_down import record_step_down
 
 __all__ = ["build_part"]
 
@@ -272,16 +273,8 @@ class _Builder:
         self._boundaries |= frozenset() if verdict is None else verdict.boundaries
         plan = self._place()
         moved = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in refused}
-        self._context.timeline.append(
-            Retreat(
-                graph=self._context.graph_id,
-                part=self._context.part,
-                subgraph=self._context.part_id,
-                source_lowering=name,
-                target_lowering=", ".join(sorted(set(moved.values()))) or name,
-                reason=next(reversed(refused.values())),
-            )
-        )
+        target = ", ".join(sorted(set(moved.values()))) or name
+        self._record_retreat(name, target, next(reversed(refused.values())))
         return plan
 
     def _record_narrowed(
@@ -290,23 +283,21 @@ class _Builder:
         """Record that a part is cut again, around nodes or between nodes, or built without autotuning."""
         now = {node.name: later.lowering for later in plan.runs for node in later.nodes if node.name in cut}
         names = ", ".join(name for name in scripts if name)
-        self._context.timeline.append(
-            Retreat(
-                graph=self._context.graph_id,
-                part=self._context.part,
-                subgraph=self._context.part_id,
-                source_lowering="inductor",
-                target_lowering=", ".join(sorted(set(now.values()))) or "inductor",
-                reason=next(iter(cut.values()), None)
-                or untuned
-                or Reason(
-                    code="build_failed",
-                    by="inductor",
-                    sentence=f"Inductor can't build the nodes together, only in two parts: {why}",
-                    lever=f"report the error to PyTorch{f'; `omnicomp bisect {names}` repeats it' if names else ''}",
-                ),
+        reason = (
+            next(iter(cut.values()), None)
+            or untuned
+            or Reason(
+                code="build_failed",
+                by="inductor",
+                sentence=f"Inductor can't build the nodes together, only in two parts: {why}",
+                lever=f"report the error to PyTorch{f'; `omnicomp bisect {names}` repeats it' if names else ''}",
             )
         )
+        self._record_retreat("inductor", ", ".join(sorted(set(now.values()))) or "inductor", reason)
+
+    def _record_retreat(self, source: str, target: str, reason: Reason) -> None:
+        context = self._context
+        record_step_down(context.timeline, context.where(context.part_id), source, target, reason, attempts=False)
 
     def _try(self, nodes: Sequence[Node], name: str = "inductor") -> Exception | None:
         try:

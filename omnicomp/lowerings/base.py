@@ -13,6 +13,7 @@ from omnicomp.builder.cache_keys import KeyParts
 from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
+from omnicomp.timeline.step_down import Where
 
 __all__ = ["Executable", "Lowering", "LoweringContext", "Support"]
 
@@ -65,6 +66,10 @@ class LoweringContext:
     def part_id(self) -> str:
         """Id of the part, for example `g0.forward`."""
         return f"{self.graph_id}.{self.part}"
+
+    def where(self, subgraph: str) -> Where:
+        """The ids of graph, part and subgraph, as events have them."""
+        return {"graph": self.graph_id, "part": self.part, "subgraph": subgraph}
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -24,7 +24,8 @@ from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.lowerings.overrides.trust import classify, distrust, distrusted, is_trusted, trust
 from omnicomp.runtime.override_check import Trial, devices_of, try_backward, try_forward
-from omnicomp.timeline import Attempt, Reason, Retreat, Verification
+from omnicomp.timeline import Reason, Verification
+from omnicomp.timeline.step_down import record_step_down
 
 __all__ = ["Rejected", "Witness", "rejectable"]
 
@@ -321,11 +322,7 @@ class Witness:
             return
         self.notes[this.subgraph] = _REPLACED
         context = self._context
-        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": this.subgraph}
-        append = context.timeline.append
-        append(Retreat(**where, source_lowering="override", target_lowering="eager", reason=reason))
-        append(Attempt(**where, lowering="override", ok=False, reason=reason))
-        append(Attempt(**where, lowering="eager", ok=True, selected=True))
+        record_step_down(context.timeline, context.where(this.subgraph), "override", "eager", reason)
 
     def _record(
         self, this: PlannedCall, state: str, detail: str, start: float | None = None, *, direction: str = "forward"

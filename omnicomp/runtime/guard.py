@@ -23,7 +23,8 @@ from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.analysis.random_state import SEEDED, SEEDS, GeneratorStates, default_generators, draws_at_random
 from omnicomp.errors import first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
-from omnicomp.timeline import Attempt, Ran, Reason, Retreat
+from omnicomp.timeline import Reason
+from omnicomp.timeline.step_down import record_step_down
 
 __all__ = [
     "Boxed",
@@ -224,18 +225,13 @@ class Guard:
         return outputs
 
     def _record_differentiated(self, built: Executable) -> None:
-        context = self.context
-        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
         reason = Reason(
             code="forward_mode",
             by=self.lowering,
             sentence="an input had a tangent, of which generated code computes nothing: calls with tangents run eager",
             lever="none is needed; calls without tangents run as they were compiled",
         )
-        append = context.timeline.append
-        append(Retreat(**where, source_lowering=self.lowering, target_lowering=built.lowering, reason=reason))
-        evidence, kernels = built.attest()
-        append(Ran(**where, lowering=built.lowering, evidence=evidence, kernels=kernels))
+        self._record(built.lowering, reason, attempts=False, ran=built)
 
     def _step_down(
         self, error: Exception, inputs: Sequence[Any], states: GeneratorStates | None = None
@@ -276,7 +272,7 @@ class Guard:
             first, self.call, self.stepped_down = not self.stepped_down, built.call, True
         if first:
             with harmless("why a call raised"):
-                self._record(error, built)
+                self._record(built.lowering, self._reason(error, "a call raised"), ran=built)
         return outputs
 
     def _intact(self, error: Exception, inputs: Sequence[Any]) -> Sequence[Any] | None:
@@ -289,16 +285,8 @@ class Guard:
 
     def _retry(self, error: Exception, inputs: list[Any]) -> Sequence[Any]:
         outputs = self.call(inputs)
-        self.context.timeline.append(
-            Retreat(
-                graph=self.context.graph_id,
-                part=self.context.part,
-                subgraph=self.subgraph,
-                source_lowering=self.lowering,
-                target_lowering=self.lowering,
-                reason=self._reason(error, "a call raised, and did not when it was repeated"),
-            )
-        )
+        reason = self._reason(error, "a call raised, and did not when it was repeated")
+        self._record(self.lowering, reason, attempts=False)
         return outputs
 
     def _build(self) -> Executable:
@@ -307,16 +295,11 @@ class Guard:
                 self._next = self.build()
             return self._next
 
-    def _record(self, error: Exception, built: Executable) -> None:
-        context = self.context
-        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
-        reason = self._reason(error, "a call raised")
-        append = context.timeline.append
-        append(Retreat(**where, source_lowering=self.lowering, target_lowering=built.lowering, reason=reason))
-        append(Attempt(**where, lowering=self.lowering, ok=False, reason=reason))
-        append(Attempt(**where, lowering=built.lowering, ok=True, selected=True))
-        evidence, kernels = built.attest()
-        append(Ran(**where, lowering=built.lowering, evidence=evidence, kernels=kernels))
+    def _record(self, target: str, reason: Reason, *, attempts: bool = True, ran: Executable | None = None) -> None:
+        where = self.context.where(self.subgraph)
+        record_step_down(
+            self.context.timeline, where, self.lowering, target, reason, attempts=attempts, ran=ran and ran.attest()
+        )
 
     def _reason(self, error: Exception, sentence: str) -> Reason:
         return Reason(

@@ -21,7 +21,8 @@ from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
 from omnicomp.runtime.guard import Boxed, draws_random_numbers
-from omnicomp.timeline import Attempt, Ran, Reason, Retreat
+from omnicomp.timeline import Reason
+from omnicomp.timeline.step_down import record_step_down
 
 __all__ = ["Verifier", "in_precision"]
 
@@ -155,13 +156,9 @@ class Verifier:
         self.verdict = f"wrong: {reason.sentence}"
         with harmless("what computed something wrong"):
             reason = self.on_wrong(reason)
-        where: dict[str, Any] = {"graph": context.graph_id, "part": context.part, "subgraph": self.subgraph}
-        append = context.timeline.append
-        append(Retreat(**where, source_lowering=self.lowering, target_lowering="eager", reason=reason))
-        append(Attempt(**where, lowering=self.lowering, ok=False, reason=reason))
-        append(Attempt(**where, lowering="eager", ok=True, selected=True))
-        evidence, kernels = eager.attest()
-        append(Ran(**where, lowering="eager", evidence=evidence, kernels=kernels))
+        record_step_down(
+            context.timeline, context.where(self.subgraph), self.lowering, "eager", reason, ran=eager.attest()
+        )
 
 
 def _changed_inputs(module: GraphModule) -> frozenset[int]:

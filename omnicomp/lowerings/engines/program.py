@@ -29,7 +29,8 @@ from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.store import key_of, store
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes
 from omnicomp.options.digest import package_digest, version
-from omnicomp.timeline import Reason, Retreat
+from omnicomp.timeline import Reason
+from omnicomp.timeline.step_down import record_step_down
 from omnicomp.weights.baked import Constants, fixable
 
 __all__ = ["EngineLowering", "Program"]
@@ -255,24 +256,16 @@ class Program:
     def _thaw(self, left: list[int]) -> None:
         """Make inputs of the weights from now on, but for those that are left."""
         self._weights, self._built, self._last = left, OrderedDict(), None
-        context = self._context
-        context.timeline.append(
-            Retreat(
-                graph=context.graph_id,
-                part=context.part,
-                subgraph=context.part_id,
-                source_lowering=self._engine.name,
-                target_lowering=self._engine.name,
-                reason=Reason(
-                    code="weights_changed",
-                    by=self._engine.name,
-                    sentence="weights that were built in go on changing, or can't be followed any more: "
-                    "they are inputs from now on",
-                    observed=f"{self._rebuilt} changes, {len(left)} weights still built in",
-                    lever="compile for inference once the weights are final",
-                ),
-            )
+        context, name = self._context, self._engine.name
+        reason = Reason(
+            code="weights_changed",
+            by=name,
+            sentence="weights that were built in go on changing, or can't be followed any more: "
+            "they are inputs from now on",
+            observed=f"{self._rebuilt} changes, {len(left)} weights still built in",
+            lever="compile for inference once the weights are final",
         )
+        record_step_down(context.timeline, context.where(context.part_id), name, name, reason, attempts=False)
 
     def _build(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> _Built:
         # What a library computes while it compiles is not for the modes of whoever compiles or calls.
