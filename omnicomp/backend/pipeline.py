@@ -4,6 +4,7 @@
 failure. Where a pass assumed something of the inputs, two variants are compiled behind the passes.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,6 @@ from omnicomp._torch.dynamo import control_flow, late_compile, threads
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.free_tensors import forget_tensors
-from omnicomp._torch.repairs import autograd_faults, losses
-from omnicomp._torch.repairs.overlapping_tangents import tangents_without_overlap
-from omnicomp._torch.repairs.uint8_resize import bytes_resized_by_kernels
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.analysis.random_state import generator_states
@@ -35,8 +33,8 @@ from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.base import PassContext, run_pipeline
-from omnicomp.passes.legal.scan import without_missing_autocast
+from omnicomp.passes.base import Pass, PassContext, run_pipeline
+from omnicomp.passes.repairs import Repair
 from omnicomp.runtime.evidence import Rejected, rejectable
 from omnicomp.runtime.fallback_limit import enforce
 from omnicomp.runtime.fallback_warning import notify
@@ -182,11 +180,13 @@ class _Passed:
         module: the graph.
         assumptions: what it takes for granted of its inputs.
         events: what the passes reported.
+        traced_under: makes what has to be in force while it is compiled.
     """
 
     module: GraphModule
     assumptions: tuple[Assumption, ...]
     events: tuple[Event, ...]
+    traced_under: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...]
 
 
 def _run_passes(
@@ -201,26 +201,10 @@ def _run_passes(
 
     `kept` is a copy of the graph to go on with then, if there is one already.
     """
-    # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
-    reported, policy = Timeline(), graph.policy
-    context = PassContext(
-        graph_id=graph.id,
-        device=graph.device,
-        timeline=reported,
-        training=graph.training,
-        speculate=speculate,
-        inputs=inputs,
-    )
     own = copy_module(gm) if kept is None else None
+    pipeline = [item.of(graph.policy) for item in passes.PIPELINE]
     try:
-        run_pipeline(
-            [item.of(policy) for item in passes.PIPELINE],
-            gm,
-            context,
-            disabled=policy.disable_passes,
-            check=policy.check_passes,
-            shown=policy.progress,
-        )
+        passed = _run(pipeline, gm, graph, speculate=speculate, inputs=inputs)
     except control_flow.CONTROL_FLOW:
         raise
     except LegaliseError as error:
@@ -235,10 +219,45 @@ def _run_passes(
             lever="switch the pass off with options={'disable_passes': [...]}, and report the error",
         )
         _record_retreat(graph.id, "passes", "no passes", reason)
-        return _Passed(module=kept or own or gm, assumptions=(), events=())
+        repairs = [item for item in pipeline if isinstance(item, Repair)]
+        return _run(repairs, copy_module(kept or own or gm), graph)
     if own is not None:
         forget_tensors(own)
-    return _Passed(module=gm, assumptions=tuple(context.assumptions), events=reported.events())
+    return passed
+
+
+def _run(
+    pipeline: Sequence[Pass],
+    gm: GraphModule,
+    graph: CapturedGraph,
+    *,
+    speculate: bool = False,
+    inputs: Sequence[Any] = (),
+) -> _Passed:
+    # Rewrites are reported to a timeline of their own first: those of a pass that raises did not happen.
+    context = PassContext(
+        graph_id=graph.id,
+        device=graph.device,
+        timeline=Timeline(),
+        training=graph.training,
+        speculate=speculate,
+        inputs=inputs,
+    )
+    policy = graph.policy
+    run_pipeline(
+        pipeline,
+        gm,
+        context,
+        disabled=policy.disable_passes,
+        check=policy.check_passes,
+        shown=policy.progress,
+    )
+    return _Passed(
+        module=gm,
+        assumptions=tuple(context.assumptions),
+        events=context.timeline.events(),
+        traced_under=tuple(context.traced_under),
+    )
 
 
 def _may_speculate(policy: Policy) -> bool:
@@ -343,16 +362,9 @@ def _build(
     kept = copy_module(passed.module)
     steering = () if after_dynamo else control_flow.CONTROL_FLOW
     try:
-        autograd_faults.write_to_out(passed.module)
-        autograd_faults.return_inputs_of_dropout(passed.module)
-        losses.repair_losses(passed.module)
-        with (
-            control_flow.leave_transforms_on_error(),
-            autograd_faults.unobserved_first_call(passed.module),
-            tangents_without_overlap(),
-            bytes_resized_by_kernels(),
-            without_missing_autocast(graph.device, graph.policy.legalise),
-        ):
+        with control_flow.leave_transforms_on_error(), contextlib.ExitStack() as stack:
+            for make in passed.traced_under:
+                stack.enter_context(make())
             compiled = weight_inputs.with_copies(passed.module, inputs, graph, compile_chosen)
     except steering:
         raise

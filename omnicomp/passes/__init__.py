@@ -12,9 +12,29 @@ from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import Pass, PassContext, PassResult, run_pipeline
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.passes.legalise import Legalise
+from omnicomp.passes.repairs import (
+    RepairDropout,
+    RepairFirstCall,
+    RepairLosses,
+    RepairOut,
+    RepairTangents,
+    RepairUint8Resize,
+)
 
 __all__ = ["PIPELINE", "Pass", "PassContext", "PassResult", "run_pipeline"]
 
-# First what the device lacks, so that the others see what will be computed in; and last, for what they put in.
+# First what the device lacks, so that the others see what will be computed in; and again, for what they put in.
 # Attention before dtypes: the dtype policy then lowers the fused operator, and leaves no softmax to keep in float32.
-PIPELINE: Final[tuple[Pass, ...]] = (Legalise(), AttentionFusion(), DtypePass(), Legalise())
+# Repairs of torch at the end, for what all of them leave.
+PIPELINE: Final[tuple[Pass, ...]] = (
+    Legalise(),
+    AttentionFusion(),
+    DtypePass(),
+    Legalise(),
+    RepairLosses(),
+    RepairOut(),
+    RepairDropout(),
+    RepairTangents(),
+    RepairUint8Resize(),
+    RepairFirstCall(),
+)

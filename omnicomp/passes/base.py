@@ -12,7 +12,8 @@ import hashlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -50,6 +51,8 @@ class PassContext:
         memo: what a pass keeps from one of these graphs to the next; empty when it starts.
         inputs: what the graph is called with first, one a placeholder: real or fake tensors and symbolic sizes; none
             where it is compiled later.
+        rewrites: how many places each pass rewrote.
+        traced_under: what makes the context managers that are in force while autograd traces the graph.
         retyped: dtypes of outputs that the device can't hold, each with the one that it has instead.
     """
 
@@ -63,6 +66,9 @@ class PassContext:
     memo: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     inputs: Sequence[Any] = ()
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter[str])
+    traced_under: list[Callable[[], AbstractContextManager[None]]] = dataclasses.field(
+        default_factory=list[Callable[[], AbstractContextManager[None]]]
+    )
     retyped: set[tuple[torch.dtype, torch.dtype]] = dataclasses.field(
         default_factory=set[tuple[torch.dtype, torch.dtype]]
     )
@@ -78,9 +84,17 @@ class PassContext:
         if all(assumption.key != known.key for known in self.assumptions):
             self.assumptions.append(assumption)
 
+    def count(self, name: str) -> None:
+        """Count a place that the pass `name` rewrote, without an event of its own."""
+        self.rewrites[name] += 1
+
+    def while_traced(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have something in force while autograd traces the graph and its parts are compiled."""
+        self.traced_under.append(make)
+
     def rewrite(self, name: str, kind: str, node: Node, *, target: str, detail: str = "") -> None:
         """Record that the pass `name` rewrote the place anchored at `node`."""
-        self.rewrites[name] += 1
+        self.count(name)
         self.timeline.append(
             Rewrite(
                 graph=self.graph_id,
@@ -135,6 +149,8 @@ class Pass:
     """
 
     name: ClassVar[str]
+    checked: ClassVar[bool] = True
+    """Whether the outputs must be what they were on fake tensors; a repair's were described wrongly before."""
 
     def of(self, policy: Policy) -> "Pass":
         """This pass with the options that the user's policy gives it."""
@@ -288,7 +304,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
         except (RuntimeError, ValueError) as error:
             raise PassError(f"the pass {item.name!r} left a broken graph: {error}") from error
         region.recompile()
-        if check:
+        if check and item.checked:
             _verify(item, region, outputs, context.retyped)
     return really
 

@@ -22,7 +22,7 @@ from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.rewrite import Rewriting
-from omnicomp.passes.legal.scan import in_transform, lacking, missing
+from omnicomp.passes.legal.scan import in_transform, lacking, lacks_autocast, missing, without_missing_autocast
 
 __all__ = ["Legalise"]
 
@@ -49,7 +49,9 @@ class Legalise(Pass):
         if self.mode == "off":
             return False
         legal = Legal.of(context.device.capabilities())
-        return legal is not None and any(lacking(node, legal) for node in module.graph.nodes)
+        if legal is None:
+            return False
+        return lacks_autocast(context.device, legal) or any(lacking(node, legal) for node in module.graph.nodes)
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite one region.
@@ -59,10 +61,14 @@ class Legalise(Pass):
         """
         legal = Legal.of(context.device.capabilities())
         assert legal is not None  # or it would not apply
+        if lacks_autocast(context.device, legal):
+            context.while_traced(lambda: without_missing_autocast(context.device, legal))
         decisions = Decisions(self.name, context, strict=self.mode == "error", log=self.log)
         entered = in_transform(module)
         if entered is not None:
-            first = next(node for node in module.graph.nodes if lacking(node, legal))
+            first = next((node for node in module.graph.nodes if lacking(node, legal)), None)
+            if first is None:
+                return PassResult(module, False)
             why = f"is inside the transform of torch.func at {entered.name} ({op_name(entered)})"
             decisions.refused(first, missing(first, legal), why)
             decisions.report()

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 import omnicomp
 from omnicomp import timeline
 from omnicomp._torch import opinfo
-from omnicomp._torch.repairs import autograd_faults
+from omnicomp._torch.repairs.first_call import has_custom_operators, unobserved_first_call
 from omnicomp.errors import OmnicompError
 from omnicomp.testing.operators import FORMS, check_operator
 from omnicomp.timeline import Retreat
@@ -142,8 +142,6 @@ def test_dropout_that_drops_something_stays() -> None:
 
 
 def test_graphs_with_custom_operators_keep_the_check_of_their_aliases() -> None:
-    from torch._functorch._aot_autograd.runtime_wrappers import _FirstInvocationContext as Context
-
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),)))
     of_torch = GraphModule({}, graph)
@@ -152,9 +150,14 @@ def test_graphs_with_custom_operators_keep_the_check_of_their_aliases() -> None:
         graph = torch.fx.Graph()
         graph.output(graph.call_function(torch.ops.omnicomp_test.same.default, (graph.placeholder("x"),)))
         custom = GraphModule({}, graph)
-        with autograd_faults.unobserved_first_call(custom):
-            assert Context()._is_first
-    with autograd_faults.unobserved_first_call(of_torch):
+        assert has_custom_operators(custom)
+    assert not has_custom_operators(of_torch)
+
+
+def test_the_first_call_is_made_without_a_mode_while_the_repair_is_in_force() -> None:
+    from torch._functorch._aot_autograd.runtime_wrappers import _FirstInvocationContext as Context
+
+    with unobserved_first_call():
         assert not Context()._is_first
     assert Context()._is_first
 

@@ -1,5 +1,6 @@
 """Devices on the CPU's memory that lack dtypes, and the proof that a graph does without them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ from omnicomp._torch.autograd import aot_autograd
 from omnicomp.devices import Capabilities
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.legal.dtypes import INTEGERS
-from omnicomp.passes.legal.scan import without_missing_autocast
 from omnicomp.passes.legalise import Legalise
 from omnicomp.timeline import Timeline
 
@@ -156,7 +156,9 @@ class Backend:
             call._boxed_call = True  # type: ignore[attr-defined]
             return call
 
-        with without_missing_autocast(self.device, self.mode):
+        with contextlib.ExitStack() as stack:
+            for make in self.context.traced_under:
+                stack.enter_context(make())
             return aot_autograd.compile_graph(module, inputs, build)
 
     def of(self, kind: Any) -> list[Any]:

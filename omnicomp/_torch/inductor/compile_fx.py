@@ -28,7 +28,7 @@ from torch._inductor.utils import BoxedBool
 
 from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
-from omnicomp._torch.repairs.autograd_faults import read_before_written
+from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 from omnicomp.errors import Once
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.compile_fx import observer_paused
-from omnicomp._torch.repairs.autograd_faults import read_before_written
+from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 
 __all__ = ["compile_frozen", "inductor_settings"]

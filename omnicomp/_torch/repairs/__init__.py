@@ -1,1 +1,1 @@
-"""Repairs of faults in torch; docs/design.md lists each with the versions that need it."""
+"""Repairs of faults in torch; `NEEDED` of each names the releases that need it, and torch's issue."""

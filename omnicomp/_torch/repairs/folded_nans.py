@@ -1,14 +1,18 @@
-"""What Inductor folds away although it is not nothing."""
+"""The product of a floating tensor with an integer zero, which Inductor takes for zeros and folds away."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-__all__ = ["KeepNans", "config_patches"]
+from omnicomp._torch.repairs.needed import Needed
+
+__all__ = ["NEEDED", "KeepNans", "config_patches"]
+
+NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/pull/187580")
 
 
 class KeepNans(CustomGraphPass):
@@ -37,6 +41,6 @@ def config_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         patches: the patches so far.
     """
-    if patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass) is not None:
+    if not NEEDED.here or patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass) is not None:
         return dict(patches)
     return {**patches, "joint_custom_pre_pass": KeepNans()}

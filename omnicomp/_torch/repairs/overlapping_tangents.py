@@ -2,12 +2,16 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
-__all__ = ["tangents_without_overlap"]
+from omnicomp._torch.repairs.needed import Needed
+
+__all__ = ["NEEDED", "may_overlap", "tangents_without_overlap"]
+
+NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/177812")
 
 
 @contextlib.contextmanager
@@ -16,8 +20,8 @@ def tangents_without_overlap() -> Generator[None]:
 
     It expects the gradient of a result to have the result's strides, and copies one that has others into memory of
     those. If positions of the result share memory, as in `x.sin().unfold(0, 4, 2)`, the gradients of these positions
-    are written over each other, and the last one counts for all. Torch 2.13 knows of expanded dimensions alone, and
-    2.11 of none.
+    are written over each other, and the last one counts for all. torch 2.13 repaired that for expanded
+    dimensions alone.
     """
     schema: Any = MemoryFormatMeta
     original = schema.from_tensor

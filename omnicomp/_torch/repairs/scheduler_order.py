@@ -2,8 +2,7 @@
 
 `a = x[i]` as a result and `a + zeros.index_put((j,), s)` are two loops, over rows and columns and over all elements. To
 fuse them, Inductor's C++ generator works out the second anew in the shape of the first, and what it then takes it to
-read is the zeros, and no longer what was made of them: the sum comes out without `s`. It is so in plain C++ on torch
-2.11 and 2.13, and mended in 2.15.
+read is the zeros, and no longer what was made of them: the sum comes out without `s`.
 """
 
 import contextlib
@@ -15,8 +14,11 @@ from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
 from omnicomp._torch.repairs.method_patch import Exchange
+from omnicomp._torch.repairs.needed import Needed
 
-__all__ = ["written_before_read"]
+__all__ = ["NEEDED", "written_before_read"]
+
+NEEDED: Final = Needed(first="2.11", fixed="2.15", issue="https://github.com/pytorch/pytorch/issues/185509")
 
 
 def _keeping_renames(original: Callable[..., None]) -> Callable[..., None]:
@@ -37,4 +39,4 @@ _RENAMES: Final = Exchange(SchedulerNode, "recompute_size_and_body", _keeping_re
 
 def written_before_read() -> contextlib.AbstractContextManager[None]:
     """Inside, a loop that is worked out anew still waits for whatever writes to what it reads."""
-    return _RENAMES
+    return _RENAMES if NEEDED.here else contextlib.nullcontext()

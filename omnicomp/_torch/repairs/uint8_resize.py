@@ -2,7 +2,6 @@
 
 Of uint8 on CPUs, ATen's bilinear and bicubic kernels compute with integer weights. Torch decomposes the operators into
 arithmetic of floats, whose results differ from the kernels' by one in up to a third of the elements, with any backend.
-Seen in torch 2.13; 2.11 decomposes in the same places.
 """
 
 import contextlib
@@ -16,7 +15,11 @@ from torch._C import DispatchKey
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
-__all__ = ["bytes_resized_by_kernels"]
+from omnicomp._torch.repairs.needed import Needed
+
+__all__ = ["NEEDED", "bytes_resized_by_kernels"]
+
+NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/113024")
 
 _library: Final = Library("omnicomp", "FRAGMENT")
 _aten: Final[Any] = torch.ops.aten

@@ -15,20 +15,24 @@ from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.fakes import CAST, MARK, leaves
 from omnicomp.passes.legal.operators import CASTS, FILLS, moves
 
-__all__ = ["in_transform", "lacking", "missing", "without_missing_autocast"]
+__all__ = ["in_transform", "lacking", "lacks_autocast", "missing", "without_missing_autocast"]
+
+
+def lacks_autocast(device: Device, legal: Legal) -> bool:
+    """Whether autocast is on, to a dtype that the device lacks."""
+    return torch.is_autocast_enabled(device.type) and not legal.computes(torch.get_autocast_dtype(device.type))
 
 
 @contextlib.contextmanager
-def without_missing_autocast(device: Device, mode: str) -> Generator[None]:
+def without_missing_autocast(device: Device, legal: Legal) -> Generator[None]:
     """Autocast to a dtype that the device has, while a graph is traced under autocast to one that it lacks.
 
     The graph itself switches autocast off, but the operators of its derivative are traced outside of that. It must not
     be off altogether here: AOTAutograd switches off in each call what was on while it traced.
     """
-    legal = Legal.of(device.capabilities()) if mode != "off" else None
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    nearest = legal.nearest(dtype) if legal is not None and dtype is not None else None
-    if dtype is None or nearest is None or nearest is dtype:
+    dtype = torch.get_autocast_dtype(device.type)
+    nearest = legal.nearest(dtype)
+    if nearest is None or not torch.is_autocast_enabled(device.type):
         yield
         return
     torch.set_autocast_dtype(device.type, nearest)
