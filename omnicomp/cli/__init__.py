@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from omnicomp.audit.views import VIEWS
 from omnicomp.errors import OmnicompError
 
 __all__ = ["app", "main"]
@@ -64,12 +65,7 @@ def _root(
     """Say what torch.compile's backend omni ran where, and why."""
 
 
-@app.command(
-    "run",
-    cls=_RunCommand,
-    context_settings={"allow_interspersed_args": False},
-    help="Run a program with torch.compile sent to omni.",
-)
+@app.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 def run_command(
     program: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its own arguments.")
@@ -100,12 +96,10 @@ def run_command(
     raise typer.Exit(code)
 
 
-@app.command("audit", help="Make an audit from a timeline file.")
+@app.command("audit")
 def audit_command(
     timeline: Annotated[Path, typer.Argument(help="A timeline, an audit as JSON, or a folder of timelines.")],
-    format: Annotated[
-        str | None, typer.Option(help="text, tree, json, html, trace or summary; text if not told.")
-    ] = None,
+    format: Annotated[str | None, typer.Option(help=f"{', '.join(VIEWS)}; text if not told.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show it by module path.")] = False,
     by: Annotated[
@@ -125,7 +119,7 @@ def audit_command(
     run_audit(timeline, format=format, output=output, **views)
 
 
-@app.command("diff", help="Say what differs between two runs; the exit status is 0 if nothing does, and else 1.")
+@app.command("diff")
 def diff_command(
     before: Annotated[Path, typer.Argument(metavar="A", help="A timeline, or an audit as JSON.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="What to compare it with, likewise.")],
@@ -138,14 +132,14 @@ def diff_command(
         float | None, typer.Option(metavar="PERCENT", help="Growth of memory that is one, likewise.")
     ] = None,
 ) -> None:
-    """Say what differs between two runs."""
+    """Say what differs between two runs; the exit status is 0 if nothing does, and else 1."""
     from omnicomp.cli.diff import run_diff
 
     limits = {"time_percent": time_threshold, "memory_percent": memory_threshold}
     raise typer.Exit(run_diff(before, after, format=format, output=output, **limits))
 
 
-@app.command("check", help="Judge what fell back to eager; the exit status is 0 within the budget, and 1 over it.")
+@app.command("check")
 def check_command(
     report: Annotated[Path, typer.Argument(help="A timeline, an audit as JSON, or a folder of timelines.")],
     baseline: Annotated[
@@ -163,7 +157,7 @@ def check_command(
     format: Annotated[str | None, typer.Option(help="text, markdown, github, junit or json; text if not told.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
 ) -> None:
-    """Judge what fell back to eager."""
+    """Judge what fell back to eager; the exit status is 0 within the budget, and 1 over it."""
     from omnicomp.cli.check import run_check
 
     code = run_check(
@@ -178,7 +172,7 @@ def check_command(
     raise typer.Exit(code)
 
 
-@app.command("bisect", help="List what is known to fail here, or repeat and narrow one failure.")
+@app.command("bisect")
 def bisect_command(
     script: Annotated[Path | None, typer.Argument(help="A script that omnicomp wrote about a failure.")] = None,
     forget: Annotated[bool, typer.Option("--forget", help="Forget what is known, or what the script shows.")] = False,
@@ -194,7 +188,7 @@ def bisect_command(
         raise typer.Exit(run_script(script, print))
 
 
-@app.command("doctor", help="Check what omni needs on this machine.")
+@app.command("doctor")
 def doctor_command(
     device: Annotated[str | None, typer.Option(help="Check this device only; it must be there.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -208,7 +202,7 @@ def doctor_command(
     raise typer.Exit(1 if any(check.status == "missing" for check in found) else 0)
 
 
-@app.command("bringup", help="Take every operator of a model through the steps on a device; say what to write next.")
+@app.command("bringup")
 def bringup_command(
     model: Annotated[
         str, typer.Argument(help="bert, llama, vit, t5, resnet, or file.py:function that returns a module and inputs.")
@@ -221,7 +215,7 @@ def bringup_command(
     size: Annotated[str, typer.Option(help="Size of omnicomp's own models: tiny, cpu or gpu.")] = "tiny",
     setup: Annotated[str, typer.Option(metavar="FILE.PY:FUNCTION", help="Called first.")] = "",
 ) -> None:
-    """Take every operator of a model through the steps on a device."""
+    """Take every operator of a model through the steps on a device; say what to write next."""
     from omnicomp.cli.bringup import run_bringup
 
     code = run_bringup(
@@ -230,7 +224,7 @@ def bringup_command(
     raise typer.Exit(code)
 
 
-@app.command("conformance", help="Check that a device keeps what torch and omnicomp ask of it.")
+@app.command("conformance")
 def conformance_command(
     device: Annotated[str, typer.Argument(help="The device type.")],
     quick: Annotated[bool, typer.Option("--quick", help="A small choice of operators and models.")] = False,
@@ -250,17 +244,12 @@ new_app = typer.Typer(no_args_is_help=True, help="Write a package to start from.
 app.add_typer(new_app, name="new")
 
 
-@new_app.callback()
-def _new() -> None:
-    """Write a package to start from."""
-
-
-@new_app.command("device", help="Write a package for a device from outside: contract, C++ driver, Inductor, tests.")
+@new_app.command("device")
 def new_device_command(
     name: Annotated[str, typer.Argument(help="The device type, as torch is to name it.")],
     path: Annotated[Path, typer.Option(help="The folder that omnicomp-NAME is made in.")] = Path(),
 ) -> None:
-    """Write a package for a device from outside."""
+    """Write a package for a device from outside: contract, C++ driver, Inductor, tests."""
     from omnicomp.cli.new import next_steps, write_device
 
     written = write_device(name, path)
@@ -268,12 +257,12 @@ def new_device_command(
     print(f"\nNext:\n{next_steps(name, path / f'omnicomp-{name}')}")
 
 
-@new_app.command("engine", help="Write a package for an engine: operators, executable, tests.")
+@new_app.command("engine")
 def new_engine_command(
     name: Annotated[str, typer.Argument(help="What options are to call the engine by.")],
     path: Annotated[Path, typer.Option(help="The folder that omnicomp-NAME is made in.")] = Path(),
 ) -> None:
-    """Write a package for an engine."""
+    """Write a package for an engine: operators, executable, tests."""
     from omnicomp.cli.new import next_engine_steps, write_engine
 
     written = write_engine(name, path)

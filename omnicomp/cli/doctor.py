@@ -22,7 +22,7 @@ from omnicomp._torch.dynamo import registrations
 from omnicomp._torch.inductor.compile_fx import cache_dir
 from omnicomp.devices import GROUP, Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
-from omnicomp.errors import DeviceError
+from omnicomp.errors import DeviceError, first_line
 from omnicomp.lowerings.engines import Engine, resolve_engine
 from omnicomp.options.dtype_policy import PRESET_OF, short
 from omnicomp.options.engine_names import engine_names
@@ -155,7 +155,7 @@ def _entry_point() -> Iterator[Check]:
     try:
         ours[0].load()
     except Exception as error:  # noqa: BLE001 - that it can't be loaded is the answer
-        found = f"{ours[0].value} can't be loaded ({type(error).__name__}: {_first_line(error)})"
+        found = f"{ours[0].value} can't be loaded ({first_line(error)})"
         yield Check(name=name, status="missing", found=found, todo="install omnicomp's dependencies again")
         return
     if others:
@@ -197,7 +197,7 @@ def _device_check(name: str, *, required: bool = False) -> Callable[[], Iterator
         try:
             can = _capabilities(device)
         except Exception as error:  # noqa: BLE001 - someone else's class, and a finding like any other
-            found = f"{type(device).__name__}.capabilities() raises {type(error).__name__}: {_first_line(error)}"
+            found = f"{type(device).__name__}.capabilities() raises {first_line(error)}"
             yield Check(name=label, status="missing", found=found, todo="correct Device.capabilities()")
             return
         yield Check(name=label, status="ok", found=can)
@@ -292,7 +292,7 @@ def _triton(names: tuple[str, ...]) -> Iterator[Check]:
     try:
         triton = importlib.import_module("triton")
     except Exception as error:  # noqa: BLE001 - that it can't be imported is the answer
-        found = f"can't be imported ({type(error).__name__}: {_first_line(error)})"
+        found = f"can't be imported ({first_line(error)})"
         todo = "install triton, the version that this torch asks for"
         yield Check(name="triton", status="missing" if needed else "note", found=found, todo=todo)
         return
@@ -335,7 +335,7 @@ def _engines() -> Iterator[Check]:
             missing = engine.missing()
             found = missing or ", ".join([engine.version(), *_kind(engine)])
         except Exception as error:  # noqa: BLE001 - someone else's code, and a finding like any other
-            missing, found = "broken", _first_line(error)
+            missing, found = "broken", first_line(error)
         yield Check(name=f"engine {name}", status="note" if missing else "ok", found=found)
 
 
@@ -421,7 +421,3 @@ def _clash() -> Iterator[Check]:
                 found=f"import {name} would load a second copy of omnicomp.{name} from {places[0]}",
                 todo=f"import omnicomp.{name} instead, or leave the checkout's root out of sys.path",
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]

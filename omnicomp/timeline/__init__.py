@@ -2,32 +2,9 @@
 
 from typing import Any
 
-from omnicomp.timeline.events import (
-    EVENT_TYPES,
-    SCHEMA_VERSION,
-    Attempt,
-    Boundary,
-    Cache,
-    Calibration,
-    Candidate,
-    Capture,
-    Event,
-    Memory,
-    NearMiss,
-    NodePlacement,
-    Option,
-    PassRun,
-    Placement,
-    Ran,
-    Retreat,
-    Rewrite,
-    Speculation,
-    Stage,
-    Subgraph,
-    Timing,
-    Verification,
-    Weights,
-)
+from omnicomp.timeline import events as _types
+from omnicomp.timeline.events import *  # noqa: F403 - every event is public
+from omnicomp.timeline.events import Event
 from omnicomp.timeline.files import read_events
 from omnicomp.timeline.levels import backend_timeline as _levels
 from omnicomp.timeline.reasons import CODES, Reason
@@ -36,34 +13,10 @@ from omnicomp.timeline.sinks.jsonl import JsonLinesSink, attach
 
 __all__ = [
     "CODES",
-    "EVENT_TYPES",
-    "SCHEMA_VERSION",
-    "Attempt",
-    "Boundary",
-    "Cache",
-    "Calibration",
-    "Candidate",
-    "Capture",
-    "Event",
     "JsonLinesSink",
-    "Memory",
-    "NearMiss",
-    "NodePlacement",
-    "Option",
-    "PassRun",
-    "Placement",
-    "Ran",
     "Reason",
-    "Retreat",
-    "Rewrite",
     "Sink",
-    "Speculation",
-    "Stage",
-    "Subgraph",
     "Timeline",
-    "Timing",
-    "Verification",
-    "Weights",
     "attach",
     "backend_timeline",
     "clear",
@@ -72,6 +25,7 @@ __all__ = [
     "rank",
     "read_events",
 ]
+__all__ += _types.__all__
 
 
 def events() -> tuple[Event, ...]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnicomp.audit.views import rows
+from omnicomp.audit.views.escapes import markdown
 from omnicomp.audit.views.form import encode
 from omnicomp.audit.views.rows import cell, plural, table
 from omnicomp.timeline import Reason
@@ -168,9 +169,6 @@ class AuditDiff:
         return self.summary()
 
 
-_ESCAPES: Final = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "@": "&#64;", **{char: f"\\{char}" for char in "\\`*_[]~#"}}
-)
 _LABELS: Final = {"near_miss_gone": "near miss gone", "not_called": "called"}
 _STYLES: Final = {"fell_back": "yellow", "mismatch": "bold red", "wrong": "bold red", "recovered": "green"}
 
@@ -270,14 +268,14 @@ def to_json(diff: AuditDiff) -> str:
 
 def to_markdown(diff: AuditDiff) -> str:
     """Markdown for a comment on a pull request; names from a model are shown and not obeyed."""
-    lines = [f"**{_escaped(summary(diff))}**", ""]
+    lines = [f"**{markdown(summary(diff))}**", ""]
     if diff.changes:
-        lines += [f"before: {_escaped(diff.before)}<br>", f"after: {_escaped(diff.after)}", ""]
+        lines += [f"before: {markdown(diff.before)}<br>", f"after: {markdown(diff.after)}", ""]
         lines += ["| | what differs | where | why |", "|---|---|---|---|"]
         for change in diff.changes:
-            why = "<br>".join(_escaped(rows.with_lever(reason)) for reason in change.reasons)
+            why = "<br>".join(markdown(rows.with_lever(reason)) for reason in change.reasons)
             lines.append(
-                f"| {label(change.kind)} | {_escaped(_sentence(change))} | {_escaped(_where(change))} | {why} |"
+                f"| {label(change.kind)} | {markdown(_sentence(change))} | {markdown(_where(change))} | {why} |"
             )
         lines.append("")
     if diff.measures:
@@ -286,11 +284,6 @@ def to_markdown(diff: AuditDiff) -> str:
         lines += [f"| {' | '.join(_cells(measure))} |" for measure in diff.measures]
         lines += ["", "</details>", ""]
     return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    """Text in which nothing is Markdown, HTML, a mention or a link."""
-    return " ".join(rows.printable(text).split()).translate(_ESCAPES)
 
 
 def shown(value: float, unit: str) -> str:
