@@ -47,6 +47,15 @@ class Outcome:
     tail: str = ""
     seconds: float = 0.0
 
+    @property
+    def problem(self) -> str:
+        """What went wrong, in one line; empty if it has a result."""
+        if self.crashed:
+            ended = self.crashed if self.crashed.startswith("no answer") else f"the interpreter ended by {self.crashed}"
+            last = [line.strip() for line in self.tail.splitlines() if line.strip()][-1:]
+            return f"{ended}; its last words: {last[0][:200]}" if last else ended
+        return self.raised.strip().splitlines()[-1][:300] if self.raised else ""
+
 
 def run_isolated(
     suite: str, arguments: Mapping[str, Any], *, seconds: float = 300.0, environment: Mapping[str, str] | None = None

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.aot_autograd import compile_graph
 from omnicomp._torch.devices.dispatcher import HigherOrderOperator, OpOverload, hearing, qualified_name, unheard
+from omnicomp.errors import first_line
 from omnicomp.testing.bringup.source import Subject
 from omnicomp.testing.transfer import kept
 
@@ -143,7 +144,7 @@ def capture(subject: Subject, *, training: bool = False) -> Capture:
         _run(subject, torch.compile(subject.model, backend=whole, fullgraph=True), training=training)
         return _ordered(whole, "")
     except Exception as error:  # noqa: BLE001 - becomes the note
-        note = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        note = first_line(error)
     parts = _Collector()
     torch.compiler.reset()
     compiled = torch.compile(subject.model, backend=parts)

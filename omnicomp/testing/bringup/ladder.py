@@ -13,6 +13,7 @@ from omnicomp import timeline
 from omnicomp._torch.devices.dispatcher import Standing, census, draws_random_numbers, is_required, kernel_of
 from omnicomp.audit import audit
 from omnicomp.devices import Device
+from omnicomp.errors import first_line
 from omnicomp.testing.bringup.calls import Call, Capture, capture
 from omnicomp.testing.bringup.source import Subject, load
 from omnicomp.testing.conformance.suite import ready
@@ -171,7 +172,7 @@ def _refused(standing: Standing, call: Call, error: Exception) -> dict[str, Any]
     named = _COULD_NOT_RUN.search(str(error))
     needs = {named.group(1) if named else standing.writes: 1}
     kernel = "missing" if named or isinstance(error, NotImplementedError) else "wrong"
-    return {"kernel": kernel, "needs": needs, "reason": f"eager on the device raises {_line(error)}"}
+    return {"kernel": kernel, "needs": needs, "reason": f"eager on the device raises {first_line(error)}"}
 
 
 def _compiled(
@@ -199,7 +200,7 @@ def _compiled(
     steps["built"] = "no" if moves else "yes" if built or error is None else "no" if planned else ""
     if error is not None:
         steps["ran"] = "no" if built else ""
-        return {"lowering": "", "reason": why or f"compiled: {_line(error)}"}
+        return {"lowering": "", "reason": why or f"compiled: {first_line(error)}"}
     steps["ran"] = "yes"
     # A graph without operators, as of a `detach`, is no graph at all.
     lowering = ", ".join(dict.fromkeys(ran)) or ("none" if not planned else planned[-1])
@@ -246,7 +247,7 @@ def _whole(device: Device, subject: Subject, options: Mapping[str, Any], *, trai
         compiled = torch.compile(subject.model, backend="omni", **settings)
         actual = _results(subject, compiled, args, kwargs, training=training)
     except Exception as error:  # noqa: BLE001 - becomes the reason
-        return {"matched": False, "reason": _line(error), "summary": "", "fallbacks": {}}
+        return {"matched": False, "reason": first_line(error), "summary": "", "fallbacks": {}}
     fell = dict(module.fallbacks()) if hasattr(module, "fallbacks") else {}
     summary = audit().summary().removeprefix("omni: ")
     for name, wanted in expected.items():
@@ -278,8 +279,3 @@ def _results(
     found |= {f"the buffer {name}": value.detach().cpu().clone() for name, value in subject.model.named_buffers()}
     subject.model.zero_grad()
     return found
-
-
-def _line(error: BaseException) -> str:
-    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -222,7 +222,7 @@ def bringup(
     whole: Mapping[str, Any] = {"matched": False, "reason": "", "summary": "", "fallbacks": {}}
     for outcome in running:
         if outcome.name == "model":
-            whole = outcome.result or {**whole, "reason": _went_wrong(outcome)}
+            whole = outcome.result or {**whole, "reason": outcome.problem}
             continue
         row = _row(listed["calls"][int(outcome.name.split()[1])], outcome)
         rows.append(row)
@@ -251,17 +251,9 @@ def _row(call: Mapping[str, Any], outcome: Outcome) -> Row:
     if outcome.result is None:
         steps = {**dict.fromkeys(STEPS, ""), "captured": "yes" if call["captured"] else "no"}
         kernel = "crashed" if outcome.crashed else "wrong"
-        return Row(**head, steps=steps, kernel=kernel, needs={call["name"]: 1}, reason=_went_wrong(outcome))
+        return Row(**head, steps=steps, kernel=kernel, needs={call["name"]: 1}, reason=outcome.problem)
     body: dict[str, Any] = {**head, **outcome.result, "required": tuple(outcome.result["required"])}
     return Row(**body)
-
-
-def _went_wrong(outcome: Outcome) -> str:
-    if outcome.crashed:
-        last = [line.strip() for line in outcome.tail.splitlines() if line.strip()][-1:]
-        words = f"; its last words: {last[0][:200]}" if last else ""
-        return f"the interpreter ended: {outcome.crashed}{words}"
-    return outcome.raised.strip().splitlines()[-1][:300]
 
 
 def cells(row: Row) -> Iterator[str]:

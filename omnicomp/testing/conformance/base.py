@@ -1,14 +1,28 @@
 """What a check is: a function of a session with the device, which returns what it found, or says what is wrong."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from omnicomp._torch.devices.dispatcher import kernel_of
 from omnicomp.devices import Device
+from omnicomp.errors import first_line
 
-__all__ = ["CHECKS", "Check", "CheckFailed", "CheckSkipped", "Session", "check", "expect", "run_check"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "CheckFailed",
+    "CheckSkipped",
+    "Session",
+    "check",
+    "claimed_natively",
+    "expect",
+    "on_device",
+    "run_check",
+]
 
 
 class CheckFailed(Exception):
@@ -76,7 +90,7 @@ class Session:
             got = (torch.arange(8.0, device=self.type) + 1).sum().item()
         except Exception as error:
             raise CheckFailed(
-                f"after {after} nothing runs any more: {line(error)}", "leave the driver's state as it was"
+                f"after {after} nothing runs any more: {first_line(error)}", "leave the driver's state as it was"
             ) from error
         expect(got == 36.0, f"after {after}, 1 + ... + 8 is {got}", "leave the driver's state as it was")
 
@@ -124,12 +138,6 @@ def expect(holds: Any, found: str, todo: str = "") -> None:
         raise CheckFailed(found, todo)
 
 
-def line(error: BaseException) -> str:
-    """Type and first line of an error."""
-    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
 def run_check(found: Check, session: Session) -> dict[str, Any]:
     """Run one check.
 
@@ -143,4 +151,19 @@ def run_check(found: Check, session: Session) -> dict[str, Any]:
     except CheckFailed as failed:
         return {"verdict": "failed", "found": failed.found, "todo": failed.todo or found.todo}
     except Exception as error:  # noqa: BLE001 - becomes what was found
-        return {"verdict": "failed", "found": line(error), "todo": found.todo}
+        return {"verdict": "failed", "found": first_line(error), "todo": found.todo}
+
+
+def on_device(session: Session, value: Any) -> None:
+    """See that every tensor of a structure is on the device.
+
+    Raises:
+        CheckFailed: one is not.
+    """
+    found = {leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    expect(found <= {session.type}, f"results are on {', '.join(sorted(found))}", "return results on the device")
+
+
+def claimed_natively(session: Session, counted: Mapping[str, int]) -> list[str]:
+    """Operators that ran on the CPU though the dispatcher has a kernel of the device's for them."""
+    return [name for name in counted if kernel_of(name, session.type).kernel == "native"]

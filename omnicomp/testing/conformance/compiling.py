@@ -11,8 +11,15 @@ from omnicomp import timeline
 from omnicomp._torch.dynamo import registrations
 from omnicomp._torch.dynamo.traced_calls import traced_call
 from omnicomp.audit import audit
-from omnicomp.testing.conformance.base import CheckFailed, CheckSkipped, Session, check, expect
-from omnicomp.testing.conformance.placement import claimed_natively, on_device
+from omnicomp.testing.conformance.base import (
+    CheckFailed,
+    CheckSkipped,
+    Session,
+    check,
+    claimed_natively,
+    expect,
+    on_device,
+)
 
 __all__ = ["one_graph"]
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from omnicomp.testing.conformance.base import CheckSkipped, Session, check, expect, line
+from omnicomp.errors import first_line
+from omnicomp.testing.conformance.base import CheckSkipped, Session, check, expect
 
 __all__: list[str] = []
 
@@ -15,9 +16,9 @@ def _refused(session: Session, what: str, call: Callable[[], object], *kinds: ty
         session.device.synchronize()
     except kinds as error:
         session.usable(what)
-        return line(error)
+        return first_line(error)
     except Exception as error:  # noqa: BLE001 - becomes the failure
-        expect(False, f"{what} raises {line(error)} instead of {kinds[0].__name__}")
+        expect(False, f"{what} raises {first_line(error)} instead of {kinds[0].__name__}")
     expect(False, f"{what} raises nothing")
     return ""
 

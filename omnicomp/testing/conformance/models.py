@@ -8,8 +8,15 @@ from torch import nn
 
 from omnicomp import timeline
 from omnicomp.audit import audit
-from omnicomp.testing.conformance.base import CheckFailed, CheckSkipped, Session, check, expect
-from omnicomp.testing.conformance.placement import claimed_natively, on_device
+from omnicomp.testing.conformance.base import (
+    CheckFailed,
+    CheckSkipped,
+    Session,
+    check,
+    claimed_natively,
+    expect,
+    on_device,
+)
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Checks of the device module, `torch.<type>`, and of what torch makes of it: generators, streams, autocast."""
+"""Checks of the device module, `torch.<type>`, and of what torch makes of it: generators, streams, autocast, tests."""
 
 import contextlib
 from collections.abc import Generator
@@ -6,6 +6,7 @@ from collections.abc import Generator
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from omnicomp._torch.devices.torch_tests import run_generic_tests
 from omnicomp.testing.conformance.base import CheckSkipped, Session, check, expect
 from omnicomp.testing.conformance.contract import half_of
 
@@ -211,3 +212,11 @@ def _autocast(session: Session) -> str:
     expect(weight.grad is not None and weight.grad.dtype == torch.float32, "the gradient of a parameter is not float32")
     expect((x @ weight).dtype == torch.float32, "autocast goes on behind its end")
     return f"products in {dtype}"
+
+
+@check("framework.device_type_tests", "give the device a name and a module; PyTorch finds the rest by itself")
+def _framework(session: Session) -> str:
+    ran, wrong = run_generic_tests(session.type)
+    expect(ran, f"PyTorch's framework makes no test for {session.type}")
+    expect(not wrong, "; ".join(wrong))
+    return f"{len(ran)} of PyTorch's generic tests made and run: {', '.join(ran)}"

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch import opinfo
+from omnicomp.errors import first_line
 from omnicomp.testing import operators as sweep
-from omnicomp.testing.conformance.base import Session, line
+from omnicomp.testing.conformance.base import Session
 from omnicomp.testing.transfer import Transfer, host
 
 __all__ = ["QUICK", "check_operator", "operator_names"]
@@ -144,7 +145,7 @@ def _compare(session: Session, entry: Any, case: Any, form: str, counts: _Counts
     try:
         expected = sweep._call(case, case.function, seed=0)
     except Exception as error:  # noqa: BLE001 - the CPU refuses it as well
-        counts.notes[f"the CPU refuses a sample ({line(error)})"[:200]] = None
+        counts.notes[f"the CPU refuses a sample ({first_line(error)})"[:200]] = None
         return ""
     try:
         moved = case if session.is_host else _moved(session, entry, case)
@@ -152,13 +153,13 @@ def _compare(session: Session, entry: Any, case: Any, form: str, counts: _Counts
     except Exception as error:  # noqa: BLE001 - becomes the verdict
         cause = error.__cause__ if isinstance(error, sweep._BackwardError) and error.__cause__ else error
         if isinstance(cause, (NotImplementedError, RuntimeError)) and _is_sparse(case, expected):
-            counts.notes[f"sparse tensors are asked of no device; it raises {line(cause)}"[:200]] = None
+            counts.notes[f"sparse tensors are asked of no device; it raises {first_line(cause)}"[:200]] = None
             return ""
         text, reason = _KNOWN.get(entry.name, ("", ""))
         if text and text in str(cause):
             counts.notes[reason] = None
             return ""
-        return f"{'backward ' if cause is not error else ''}raises {line(cause)}"
+        return f"{'backward ' if cause is not error else ''}raises {first_line(cause)}"
     defined = opinfo.has_defined_values(entry)
     if not defined:
         counts.notes[_UNINITIALISED] = None

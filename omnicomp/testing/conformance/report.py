@@ -134,19 +134,11 @@ def _list(values: Sequence[str] | None) -> list[str] | None:
 
 
 def _result(outcome: Outcome) -> Result:
-    if outcome.crashed:
-        last = outcome.tail.splitlines()[-1:] or [""]
-        found = f"the interpreter ended by {outcome.crashed}"
-        if outcome.crashed.startswith("no answer"):
-            found = outcome.crashed
-        told = f"; its last words: {last[0].strip()[:200]}" if last[0].strip() else ""
-        todo = "run it under a debugger; a device must raise an exception instead"
-        return Result(name=outcome.name, verdict="crashed", found=found + told, todo=todo, seconds=outcome.seconds)
-    if outcome.raised:
-        found = outcome.raised.strip().splitlines()[-1][:300]
-        return Result(
-            name=outcome.name, verdict="failed", found=found, todo="see the traceback", seconds=outcome.seconds
-        )
+    if outcome.problem:
+        verdict, todo = "failed", "see the traceback"
+        if outcome.crashed:
+            verdict, todo = "crashed", "run it under a debugger; a device must raise an exception instead"
+        return Result(name=outcome.name, verdict=verdict, found=outcome.problem, todo=todo, seconds=outcome.seconds)
     body = outcome.result or {}
     return Result(
         name=outcome.name,

@@ -11,7 +11,6 @@ from omnicomp.testing.conformance import (
     compiling,
     contract,
     faults,
-    framework,
     models,
     module,
     tensors,
@@ -23,7 +22,7 @@ from omnicomp.testing.named import find_function
 __all__ = ["GROUPS", "check_names", "jobs", "ready"]
 
 # Importing them declares their checks.
-_DECLARING: Final = (contract, faults, module, tensors, compiling, framework, models)
+_DECLARING: Final = (contract, faults, module, tensors, compiling, models)
 
 GROUPS: Final = ("contract", "errors", "module", "tensors", "inductor", "omni", "framework", "models")
 """The groups of checks beside `operators`, in the order in which they run."""
