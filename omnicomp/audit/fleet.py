@@ -37,8 +37,6 @@ __all__ = [
     "fleet",
     "ranges_of",
     "timelines",
-    "to_html",
-    "to_text",
 ]
 
 FLEET_SCHEMA: Final = 1
@@ -154,11 +152,43 @@ class Fleet:
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        return to_text(self)
+        shown: list[RenderableType] = [cell(self.summary())]
+        for title, columns, lines in (
+            ("Reports", _GROUP_COLUMNS, _group_rows(self)),
+            ("Processes", _PROCESS_COLUMNS, _process_rows(self)),
+        ):
+            filled = table(title, *columns)
+            for line in lines:
+                filled.add_row(*map(cell, line))
+            shown += [Text(), filled]
+        shown += [cell(_more(self))] if _more(self) else []
+        for group in self.groups[1:]:
+            shown += [Text(), cell(f"Report {_name(group.number)} against {_name(0)}")]
+            shown += [cell(f"  {line}") for line in _differences(group)]
+        shown += [cell(f"{path}: {error}") for path, error in self.unreadable]
+        return plain(*shown)
 
     def to_html(self) -> str:
         """One self-contained page."""
-        return to_html(self)
+        body = [f"<h1>omnicomp audit</h1>\n<p>{_e(self.summary().removeprefix('omni: '))}</p>"]
+        body += [_html_table("Reports", _GROUP_COLUMNS, _group_rows(self))]
+        for group in self.groups[1:]:
+            items = "".join(f"<li>{_e(line)}</li>" for line in _differences(group))
+            title = f"Report {_name(group.number)} against {_name(0)}"
+            body.append(f"<section><h2>{_e(title)}</h2>\n<ul>{items}</ul></section>")
+        body.append(_html_table("Processes", _PROCESS_COLUMNS, _process_rows(self)))
+        body += [f'<p class="dim">{_e(_more(self))}</p>'] if _more(self) else []
+        if self.unreadable:
+            items = "".join(f"<li>{_e(path)}: {_e(error)}</li>" for path, error in self.unreadable)
+            body.append(f'<section><h2 class="bad">Could not be read</h2>\n<ul>{items}</ul></section>')
+        return (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+            f"<title>omnicomp audit</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
+            + "\n".join(body)
+            + "\n</body>\n</html>\n"
+        )
 
 
 @dataclasses.dataclass
@@ -402,48 +432,6 @@ def _more(found: Fleet) -> str:
     return f"and {hidden} more processes; the JSON form has them all" if hidden > 0 else ""
 
 
-def to_text(found: Fleet) -> str:
-    """Plain text, 120 columns wide, without colours."""
-    shown: list[RenderableType] = [cell(found.summary())]
-    for title, columns, lines in (
-        ("Reports", _GROUP_COLUMNS, _group_rows(found)),
-        ("Processes", _PROCESS_COLUMNS, _process_rows(found)),
-    ):
-        filled = table(title, *columns)
-        for line in lines:
-            filled.add_row(*map(cell, line))
-        shown += [Text(), filled]
-    shown += [cell(_more(found))] if _more(found) else []
-    for group in found.groups[1:]:
-        shown += [Text(), cell(f"Report {_name(group.number)} against {_name(0)}")]
-        shown += [cell(f"  {line}") for line in _differences(group)]
-    shown += [cell(f"{path}: {error}") for path, error in found.unreadable]
-    return plain(*shown)
-
-
-def to_html(found: Fleet) -> str:
-    """The whole page."""
-    body = [f"<h1>omnicomp audit</h1>\n<p>{_e(found.summary().removeprefix('omni: '))}</p>"]
-    body += [_html_table("Reports", _GROUP_COLUMNS, _group_rows(found))]
-    for group in found.groups[1:]:
-        items = "".join(f"<li>{_e(line)}</li>" for line in _differences(group))
-        title = f"Report {_name(group.number)} against {_name(0)}"
-        body.append(f"<section><h2>{_e(title)}</h2>\n<ul>{items}</ul></section>")
-    body.append(_html_table("Processes", _PROCESS_COLUMNS, _process_rows(found)))
-    body += [f'<p class="dim">{_e(_more(found))}</p>'] if _more(found) else []
-    if found.unreadable:
-        items = "".join(f"<li>{_e(path)}: {_e(error)}</li>" for path, error in found.unreadable)
-        body.append(f'<section><h2 class="bad">Could not be read</h2>\n<ul>{items}</ul></section>')
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>omnicomp audit</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
-    )
-
-
 def _e(value: object) -> str:
     return html.escape(printable(value), quote=True)
 
@@ -513,8 +501,8 @@ def _moved(retreat: Retreat) -> str:
 
 
 FLEET_VIEWS: Final[dict[str, Callable[[Fleet], str]]] = {
-    "text": to_text,
+    "text": Fleet.to_text,
     "json": Fleet.to_json,
-    "html": to_html,
+    "html": Fleet.to_html,
     "summary": lambda found: f"{one_line(found.summary())}\n",
 }

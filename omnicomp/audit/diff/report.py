@@ -22,11 +22,6 @@ __all__ = [
     "Change",
     "Measure",
     "renderables",
-    "summary",
-    "to_dict",
-    "to_json",
-    "to_markdown",
-    "to_text",
 ]
 
 DIFF_SCHEMA: Final = 1
@@ -141,23 +136,47 @@ class AuditDiff:
 
     def summary(self) -> str:
         """One line."""
-        return summary(self)
+        counts: dict[str, int] = {}
+        for change in self.changes:
+            if change.significant:
+                counts[change.kind] = counts.get(change.kind, 0) + change.count
+        if not counts:
+            return "omni: nothing differs"
+        pieces = [f"{label(kind)} {count}" for kind, count in counts.items()]
+        return f"omni: {plural(sum(counts.values()), 'difference')}: {', '.join(pieces)}"
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        return to_text(self)
+        return rows.plain(*renderables(self))
 
     def to_json(self) -> str:
         """The JSON form that `docs/audit.md` describes."""
-        return to_json(self)
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form as plain dictionaries and lists."""
-        return to_dict(self)
+        measured = [{**encode(measure), "growth": measure.growth} for measure in self.measures]
+        body = encode(self)
+        return {"schema": DIFF_SCHEMA, "summary": self.summary(), "differs": self.differs, **body, "measures": measured}
 
     def to_markdown(self) -> str:
         """Markdown for a comment on a pull request."""
-        return to_markdown(self)
+        lines = [f"**{markdown(self.summary())}**", ""]
+        if self.changes:
+            lines += [f"before: {markdown(self.before)}<br>", f"after: {markdown(self.after)}", ""]
+            lines += ["| | what differs | where | why |", "|---|---|---|---|"]
+            for change in self.changes:
+                why = "<br>".join(markdown(rows.with_lever(reason)) for reason in change.reasons)
+                lines.append(
+                    f"| {label(change.kind)} | {markdown(_sentence(change))} | {markdown(_where(change))} | {why} |"
+                )
+            lines.append("")
+        if self.measures:
+            lines += [f"<details><summary>Measured; {_rule(self)}</summary>", ""]
+            lines += ["| | before | after | growth |", "|---|---:|---:|---:|"]
+            lines += [f"| {' | '.join(_cells(measure))} |" for measure in self.measures]
+            lines += ["", "</details>", ""]
+        return "\n".join(lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from renderables(self)
@@ -173,31 +192,14 @@ _LABELS: Final = {"near_miss_gone": "near miss gone", "not_called": "called"}
 _STYLES: Final = {"fell_back": "yellow", "mismatch": "bold red", "wrong": "bold red", "recovered": "green"}
 
 
-def summary(diff: AuditDiff) -> str:
-    """One line: how many changes of which kind."""
-    counts: dict[str, int] = {}
-    for change in diff.changes:
-        if change.significant:
-            counts[change.kind] = counts.get(change.kind, 0) + change.count
-    if not counts:
-        return "omni: nothing differs"
-    pieces = [f"{label(kind)} {count}" for kind, count in counts.items()]
-    return f"omni: {plural(sum(counts.values()), 'difference')}: {', '.join(pieces)}"
-
-
 def label(kind: str) -> str:
     """A kind of change for a person."""
     return _LABELS.get(kind, kind.replace("_", " "))
 
 
-def to_text(diff: AuditDiff) -> str:
-    """Plain text, 120 columns wide, without colours."""
-    return rows.plain(*renderables(diff))
-
-
 def renderables(diff: AuditDiff) -> Iterator[RenderableType]:
     """The line, what both reports say of themselves if anything differs, the changes, and what was measured."""
-    yield cell(summary(diff), "bold")
+    yield cell(diff.summary(), "bold")
     if diff.changes:
         yield cell(f"before: {diff.before.removeprefix('omni: ')}", "dim")
         yield cell(f"after:  {diff.after.removeprefix('omni: ')}", "dim")
@@ -252,38 +254,6 @@ def _where(change: Change) -> str:
     if not places and change.count > 1:
         places = f"{change.count} places"
     return ": ".join(piece for piece in (change.part, places) if piece)
-
-
-def to_dict(diff: AuditDiff) -> dict[str, Any]:
-    """The JSON form as plain dictionaries and lists."""
-    measured = [{**encode(measure), "growth": measure.growth} for measure in diff.measures]
-    body = encode(diff)
-    return {"schema": DIFF_SCHEMA, "summary": summary(diff), "differs": diff.differs, **body, "measures": measured}
-
-
-def to_json(diff: AuditDiff) -> str:
-    """The JSON form as text."""
-    return json.dumps(to_dict(diff), indent=2, ensure_ascii=False) + "\n"
-
-
-def to_markdown(diff: AuditDiff) -> str:
-    """Markdown for a comment on a pull request; names from a model are shown and not obeyed."""
-    lines = [f"**{markdown(summary(diff))}**", ""]
-    if diff.changes:
-        lines += [f"before: {markdown(diff.before)}<br>", f"after: {markdown(diff.after)}", ""]
-        lines += ["| | what differs | where | why |", "|---|---|---|---|"]
-        for change in diff.changes:
-            why = "<br>".join(markdown(rows.with_lever(reason)) for reason in change.reasons)
-            lines.append(
-                f"| {label(change.kind)} | {markdown(_sentence(change))} | {markdown(_where(change))} | {why} |"
-            )
-        lines.append("")
-    if diff.measures:
-        lines += [f"<details><summary>Measured; {_rule(diff)}</summary>", ""]
-        lines += ["| | before | after | growth |", "|---|---:|---:|---:|"]
-        lines += [f"| {' | '.join(_cells(measure))} |" for measure in diff.measures]
-        lines += ["", "</details>", ""]
-    return "\n".join(lines)
 
 
 def shown(value: float, unit: str) -> str:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from omnicomp.audit.gate.verdict import Fallen, Verdict, levers, notes, summary, why
+from omnicomp.audit.gate.verdict import Fallen, Verdict, levers, notes, why
 from omnicomp.audit.views.escapes import github_data, github_property, relative, split_source
 
 __all__ = ["to_annotations"]
@@ -40,7 +40,7 @@ def to_annotations(verdicts: Sequence[Verdict], root: str | os.PathLike[str]) ->
         level = "error" if verdict.over else "notice"
         name = f"{verdict.name}: " if len(verdicts) > 1 else ""
         # Before the places, so that it is shown even if these are many.
-        found[level].insert(0, f"::{level} title=omnicomp::{github_data(_cut(name + summary(verdict)))}")
+        found[level].insert(0, f"::{level} title=omnicomp::{github_data(_cut(name + verdict.summary()))}")
     shown: list[str] = []
     for level, commands in found.items():
         more = len(commands) - _SHOWN

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from typing import Final
 from xml.etree import ElementTree
 
-from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict, levers, notes, summary, why
+from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict, levers, notes, why
 from omnicomp.audit.model import GraphAudit, SubgraphAudit
 from omnicomp.audit.views.escapes import xml
 from omnicomp.timeline.text import one_line
@@ -41,9 +41,9 @@ def _budget(verdict: Verdict) -> ElementTree.Element:
         "testcase", name="fallback budget", classname=_attribute(verdict.name or "omnicomp"), time="0"
     )
     if verdict.over:
-        _add(case, "failure", summary(verdict), map(_told, verdict.counted), "over the budget")
+        _add(case, "failure", verdict.summary(), map(_told, verdict.counted), "over the budget")
     else:
-        ElementTree.SubElement(case, "system-out").text = xml(one_line(summary(verdict)))
+        ElementTree.SubElement(case, "system-out").text = xml(one_line(verdict.summary()))
     return _suite(verdict.name or "omnicomp", [case])
 
 

@@ -23,8 +23,6 @@ __all__ = [
     "lines",
     "message",
     "notes",
-    "summary",
-    "to_dict",
     "to_json",
     "to_text",
     "what_and_where",
@@ -126,11 +124,32 @@ class Verdict:
 
     def summary(self) -> str:
         """One line."""
-        return summary(self)
+        head = "over the fallback budget" if self.over else "within the fallback budget"
+        counts: dict[str, int] = {}
+        for item in self.fallen:
+            if item.state != "counts":
+                counts[item.state] = counts.get(item.state, 0) + item.nodes
+        rest = [f"{count} {state}" for state, count in counts.items()]
+        told = (*bounds(self), *rest) if self.audit.graphs else ("no graph was compiled",)
+        return f"omni: {head}: {', '.join(told)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that `docs/audit.md` describes, as plain dictionaries and lists."""
-        return to_dict(self)
+        return {
+            "schema": CHECK_SCHEMA,
+            "name": self.name,
+            "summary": self.summary(),
+            "over": self.over,
+            "over_nodes": self.over_nodes,
+            "over_share": self.over_share,
+            "compared": self.compared,
+            "budget": encode(self.budget),
+            "nodes": self.nodes,
+            "share": self.share,
+            "basis": self.basis,
+            "fallen": [encode(item) for item in self.fallen],
+            "notes": list(self.notes),
+        }
 
 
 CHECK_SCHEMA: Final = 1
@@ -213,18 +232,6 @@ def bounds(verdict: Verdict) -> tuple[str, ...]:
     return tuple(found)
 
 
-def summary(verdict: Verdict) -> str:
-    """One line: whether it is over the budget, what counts, and how much does not."""
-    head = "over the fallback budget" if verdict.over else "within the fallback budget"
-    counts: dict[str, int] = {}
-    for item in verdict.fallen:
-        if item.state != "counts":
-            counts[item.state] = counts.get(item.state, 0) + item.nodes
-    rest = [f"{count} {state}" for state, count in counts.items()]
-    told = (*bounds(verdict), *rest) if verdict.audit.graphs else ("no graph was compiled",)
-    return f"omni: {head}: {', '.join(told)}"
-
-
 def why(reasons: Sequence[Reason]) -> str:
     """What each lowering that was asked said."""
     return "; ".join(f"{reason.by}: {reason_text(reason)}" if reason.by else reason_text(reason) for reason in reasons)
@@ -260,7 +267,7 @@ def to_text(verdicts: Sequence[Verdict]) -> str:
     """Plain text: for each report a line, what counts, what does not, and what is wrong with the acknowledgements."""
     text: list[str] = []
     for verdict in verdicts:
-        head = one_line(summary(verdict))
+        head = one_line(verdict.summary())
         text.append(f"{one_line(verdict.name)}: {head}" if len(verdicts) > 1 else head)
         found = lines(verdict.fallen)
         for line in found[:_IN_TEXT]:
@@ -289,27 +296,8 @@ def what_and_where(line: Line) -> str:
     return one_line(f"{line.what}{line.where(map(short_source, line.places))}")
 
 
-def to_dict(verdict: Verdict) -> dict[str, Any]:
-    """The JSON form of one verdict."""
-    return {
-        "schema": CHECK_SCHEMA,
-        "name": verdict.name,
-        "summary": summary(verdict),
-        "over": verdict.over,
-        "over_nodes": verdict.over_nodes,
-        "over_share": verdict.over_share,
-        "compared": verdict.compared,
-        "budget": encode(verdict.budget),
-        "nodes": verdict.nodes,
-        "share": verdict.share,
-        "basis": verdict.basis,
-        "fallen": [encode(item) for item in verdict.fallen],
-        "notes": list(verdict.notes),
-    }
-
-
 def to_json(verdicts: Sequence[Verdict]) -> str:
     """The JSON form: whether any report is over the budget, and the verdicts."""
     over = any(verdict.over for verdict in verdicts)
-    data = {"schema": CHECK_SCHEMA, "over": over, "verdicts": [to_dict(verdict) for verdict in verdicts]}
+    data = {"schema": CHECK_SCHEMA, "over": over, "verdicts": [verdict.to_dict() for verdict in verdicts]}
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"

@@ -33,7 +33,6 @@ __all__ = [
     "means_node",
     "means_row",
     "renderables",
-    "to_text",
     "why",
 ]
 
@@ -175,7 +174,7 @@ class Why:
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        return to_text(self)
+        return rows.plain(*renderables(self))
 
     def __str__(self) -> str:
         return self.to_text()
@@ -450,11 +449,6 @@ def _said(reason: Reason) -> tuple[str, str, str, str, str]:
 
 
 _TONES: Final = {"bad": "bold red", "warn": "yellow", "good": "green", "": "default"}
-
-
-def to_text(found: Why) -> str:
-    """Plain text, 120 columns wide, without colours."""
-    return rows.plain(*renderables(found))
 
 
 def renderables(found: Why) -> Iterator[RenderableType]:
