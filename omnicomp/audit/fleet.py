@@ -1,4 +1,4 @@
-"""A folder of timelines, of the processes and ranks of one job or of many runs: which are alike, and what differs.
+"""Fleets: the timelines of a folder, grouped by equal decisions, and how the groups differ.
 
 Reports are made one file at a time, and of each only a line is held on to. What a report says of decisions is turned
 into facts: sentences without numbers of graphs, times, paths and ranks. Processes with the same facts are one group; of
@@ -84,7 +84,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Processes whose reports say the same of every decision.
+    """Processes whose reports have the same facts.
 
     Attributes:
         number: its number; 0 is the largest group, with which the others are compared.
@@ -193,7 +193,7 @@ class Fleet:
 
 @dataclasses.dataclass
 class _Kind:
-    """A group while files come in; `facts` is None once there are too many kinds."""
+    """A group while files come in; `facts` is None beyond the 32nd group."""
 
     number: int
     example: str
@@ -244,7 +244,7 @@ def fleet(folder: str | Path) -> Fleet:
 
 
 def _read(path: Path, name: str, kinds: dict[str, _Kind]) -> tuple[list[Process], int]:
-    """The processes of a file, and its torn lines; the report is let go before the next one is made."""
+    """The processes of a file, and its torn lines."""
     report = load(path)
     return [_process(name, *key, audit, kinds) for key, audit in _by_process(report)], report.skipped
 

@@ -94,8 +94,8 @@ def fold(events: Iterable[Event], *, skipped: int = 0) -> Report:
     return with_shares(Report(graphs=frozen, events=count, skipped=skipped))
 
 
-class _Kept:
-    """Lists of events by name, none longer than its most."""
+class _Bounded:
+    """Lists of events by name, each of bounded length."""
 
     def __init__(self) -> None:
         self.lists: dict[str, list[Any]] = {}
@@ -116,7 +116,7 @@ class _Kept:
 
 
 class _Row:
-    """A subgraph while its events come in; `expected` follows the retreats, so that each run is judged at its time."""
+    """A subgraph while its events come in; `expected` follows the retreats, so that each run is judged by its time."""
 
     def __init__(self, id: str, graph: str, part: str) -> None:
         self.fields: dict[str, Any] = {"id": id, "graph": graph, "part": part}
@@ -124,7 +124,7 @@ class _Row:
         self.expected = ""
         self.difference = ""
         self.superseded = False
-        self.kept = _Kept()
+        self.bounded = _Bounded()
         self.last: Ran | None = None
         self.timing: TimeUse | None = None
         self.samples = 0
@@ -139,17 +139,17 @@ class _Row:
         self.superseded = False
 
     def retreat(self, event: Retreat) -> None:
-        self.kept.add("retreats", event)
+        self.bounded.add("retreats", event)
         self.planned = self.planned or event.source_lowering
         self.expected = event.target_lowering
 
     def run(self, event: Ran) -> None:
-        runs = self.kept.lists.get("runs", ())
+        runs = self.bounded.lists.get("runs", ())
         same = self.last is not None and (event.lowering, event.evidence) == (self.last.lowering, self.last.evidence)
         if same and len(runs) >= _MOST_EQUAL:
-            self.kept.count("runs")
+            self.bounded.count("runs")
         else:
-            self.kept.add("runs", event)
+            self.bounded.add("runs", event)
         self.last = event
         self.superseded = False
         # Without a plan there is nothing to differ from: the row says that no plan was recorded.
@@ -185,7 +185,7 @@ class _Row:
         outcome = (event.name, event.state, event.direction, event.detail)
         if outcome not in self.verified:
             self.verified[outcome] = event
-            self.kept.add("verifications", event)
+            self.bounded.add("verifications", event)
         if len(self.verified) > _MOST:
             del self.verified[outcome]
 
@@ -203,13 +203,13 @@ class _Row:
             superseded=self.superseded,
             evidence=last.evidence if last else "",
             kernels=dict(last.kernels) if last else {},
-            attempts=self.kept.of("attempts"),
-            retreats=self.kept.of("retreats"),
-            runs=self.kept.of("runs"),
+            attempts=self.bounded.of("attempts"),
+            retreats=self.bounded.of("retreats"),
+            runs=self.bounded.of("runs"),
             timing=self.timing,
             memory=self.memory(),
-            verifications=self.kept.of("verifications"),
-            left_out=self.kept.left_out,
+            verifications=self.bounded.of("verifications"),
+            left_out=self.bounded.left_out,
         )
 
 
@@ -219,7 +219,7 @@ class _Graph:
     def __init__(self, id: str) -> None:
         self.id = id
         self.capture = Capture(graph=id)
-        self.kept = _Kept()
+        self.bounded = _Bounded()
         self.placements: dict[str, Placement] = {}
         self.rows: dict[str, _Row] = {}
         # An attempt may come before what it is an attempt at is known.
@@ -229,17 +229,17 @@ class _Graph:
     def add(self, event: Event) -> None:
         name = _LISTS.get(type(event))
         if name is not None:
-            self.kept.add(name, event)
+            self.bounded.add(name, event)
         elif isinstance(event, Capture):
             self.capture = event
         elif isinstance(event, Placement):
             self.placements[event.part] = event
             # Where a part is placed again, the boundaries of the last placement hold.
-            for boundary in self.kept.lists.pop("boundaries", ()):
+            for boundary in self.bounded.lists.pop("boundaries", ()):
                 if boundary.part != event.part:
-                    self.kept.add("boundaries", boundary)
+                    self.bounded.add("boundaries", boundary)
         elif isinstance(event, Boundary):
-            self.kept.add("boundaries", event)
+            self.bounded.add("boundaries", event)
         elif isinstance(event, Subgraph):
             self._row(event.subgraph, event.part).plan(event)
         elif isinstance(event, Attempt):
@@ -254,22 +254,22 @@ class _Graph:
     def _attempt(self, event: Attempt) -> None:
         row = self.rows.get(event.subgraph)
         if row is not None:
-            row.kept.add("attempts", event)
+            row.bounded.add("attempts", event)
             return
         if len(self.attempts) < _MOST_OF_PASSES or event.subgraph in self.attempts:
             waiting = self.attempts.setdefault(event.subgraph, [])
             if len(waiting) < _MOST:
                 waiting.append(event)
                 return
-        self.kept.count("attempts")
+        self.bounded.count("attempts")
 
     def _observed(self, event: Timing | Memory | Verification) -> None:
         row = self.rows.get(event.subgraph)
         if row is None:
             if isinstance(event, Verification):
-                self.kept.add("verifications", event)
+                self.bounded.add("verifications", event)
             else:
-                self.kept.count(event.type)
+                self.bounded.count(event.type)
         elif isinstance(event, Timing):
             row.time(event)
         elif isinstance(event, Memory):
@@ -282,7 +282,7 @@ class _Graph:
         if recut or event.source_lowering == "passes" or event.target_lowering == "graph break":
             # The graph goes on without its passes, or a part is cut anew: its subgraphs are planned after this. A graph
             # that Dynamo takes back never runs: its pieces are graphs of their own.
-            self.kept.add("retreats", event)
+            self.bounded.add("retreats", event)
             return
         if event.subgraph == self.id:
             for row in self.rows.values():
@@ -294,7 +294,7 @@ class _Graph:
         if row is None:
             row = self.rows[id] = _Row(id, self.id, part)
             for attempt in self.attempts.pop(id, ()):
-                row.kept.add("attempts", attempt)
+                row.bounded.add("attempts", attempt)
             if "/" not in id:
                 # A graph that retreated as a whole was never placed: of its work only the operators are known.
                 # An override call is part of a subgraph, whose numbers include it.
@@ -307,7 +307,7 @@ class _Graph:
         by_part: dict[str, list[SubgraphAudit]] = {name: [] for name in self.placements}
         for row in rows:
             by_part.setdefault(row.part, []).append(row)
-        boundaries = self.kept.of("boundaries")
+        boundaries = self.bounded.of("boundaries")
         parts: list[PartAudit] = []
         for name in sorted(by_part, key=lambda part: (_PART_ORDER.get(part, 3), part)):
             placement = self.placements.get(name) or Placement(graph=self.id, part=name, nodes={})
@@ -324,16 +324,16 @@ class _Graph:
                 )
             )
         fields: dict[str, Any] = {name: getattr(self.capture, name) for name in _CAPTURED}
-        fields.update({name: self.kept.of(name) for name in _LISTS.values()})
+        fields.update({name: self.bounded.of(name) for name in _LISTS.values()})
         return GraphAudit(
             **fields,
             id=self.id,
-            settings=_settings(self.capture, self.kept.of("ineffective")),
+            settings=_settings(self.capture, self.bounded.of("ineffective")),
             parts=tuple(parts),
             attempts=tuple(attempt for waiting in self.attempts.values() for attempt in waiting),
-            retreats=self.kept.of("retreats"),
-            verifications=self.kept.of("verifications"),
-            left_out=self.kept.left_out,
+            retreats=self.bounded.of("retreats"),
+            verifications=self.bounded.of("verifications"),
+            left_out=self.bounded.left_out,
         )
 
 
@@ -361,7 +361,7 @@ def _settings(capture: Capture, ineffective: tuple[Option, ...]) -> tuple[Settin
 def _merges(
     rows: Sequence[SubgraphAudit], boundaries: Sequence[Boundary], declined: Sequence[NodePlacement]
 ) -> tuple[Merge, ...]:
-    """The subgraphs of a part that stand between two of one compiled lowering, because nodes of theirs were refused.
+    """Which refused nodes separate two subgraphs of one lowering.
 
     Args:
         rows: of the part, in program order.
@@ -395,7 +395,7 @@ def _merges(
 
 
 def with_shares(audit: Report) -> Report:
-    """Give every row that counts its share of the work; a parent's share leaves out its override calls."""
+    """Add to each row its share of the work; a parent's leaves out its override calls."""
     rows = [row for row in audit.subgraphs if not row.superseded]
     known = {basis: _shares_of_counts(rows, field) for basis, field in _COUNTS.items()}
     known["seconds"] = _parts({row.id: row.timing.seconds for row in rows if row.timing is not None})

@@ -1,4 +1,4 @@
-"""What a graph or a subgraph is in every run of a program, whatever number it has there.
+"""Identities: what names a graph or a subgraph in every run of a program.
 
 An identity is text such as `layers.3.attn/forward/5f0c2a9b41de-83b01c77`: where it comes from (the path that all of its
 module paths begin with, else the name of the compiled function), which part it belongs to, and its fingerprint: a hash
@@ -33,7 +33,7 @@ def natural(id: str) -> list[tuple[int, str]]:
 
 
 def without_number(identity: str) -> str:
-    """An identity without what tells equal ones apart."""
+    """An identity without its number."""
     return re.sub(r"~\d+$", "", identity)
 
 
@@ -43,7 +43,7 @@ def operators_of(identity: str) -> str:
 
 
 def graph_identity(graph: GraphAudit) -> str:
-    """Identity of a graph, not yet told apart from equal ones."""
+    """Identity of a graph, not yet numbered among equal ones."""
     kind = "training" if graph.training else "inference"
     variant = f":{graph.variant}" if graph.variant else ""
     # A timeline of an older version has no fingerprint; the number of operators is the least that it tells.
@@ -51,7 +51,7 @@ def graph_identity(graph: GraphAudit) -> str:
 
 
 def row_identity(row: SubgraphAudit, graph: GraphAudit) -> str:
-    """Identity of a subgraph, not yet told apart from equal ones; a graph that retreated as a whole has the graph's."""
+    """Identity of a subgraph, not yet numbered; the row of a whole graph has the graph's."""
     if row.id == graph.id:
         return graph_identity(graph)
     place = row.module or common_path(row.modules) or _label(graph)
@@ -70,7 +70,7 @@ def _hashed(counts: Mapping[str, int]) -> str:
 
 
 def with_identities(graphs: Sequence[GraphAudit]) -> tuple[GraphAudit, ...]:
-    """The graphs and their rows with their identities, equal ones told apart."""
+    """The graphs and their rows with identities; equal ones are numbered."""
     taken: dict[str, int] = {}
     named = [dataclasses.replace(graph, identity=_numbered(graph_identity(graph), taken)) for graph in graphs]
     rows = [(graph, row) for graph in named for row in graph.subgraphs]

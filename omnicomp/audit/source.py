@@ -1,4 +1,4 @@
-"""Files that a report is made from: a timeline, or a report that was written before."""
+"""Reports from files: of a timeline, or of a report in JSON."""
 
 import codecs
 import dataclasses
@@ -34,7 +34,6 @@ class Events:
     """
 
     def __init__(self, path: str | PathLike[str], opened: BinaryIO | None = None) -> None:
-        """Name the file; it is opened when it is read, unless it was already."""
         self._reader = TimelineReader(Path(path), opened)
 
     @property
@@ -104,7 +103,7 @@ def _of_events(events: Events) -> Audit:
 
 
 class _Rejoined(io.RawIOBase):
-    """A stream of which the beginning was read already, from its beginning."""
+    """A stream, with its beginning that was read already put back."""
 
     def __init__(self, beginning: bytes, rest: io.BufferedReader) -> None:
         self._beginning, self._rest = beginning, rest

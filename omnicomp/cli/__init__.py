@@ -26,7 +26,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one sentence."""
+    """Run the command line; an `OmnicompError` is printed as one sentence."""
     try:
         app(prog_name="omnicomp")
     except OmnicompError as error:

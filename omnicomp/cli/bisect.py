@@ -34,7 +34,7 @@ _BUILDS: Final = 500
 
 
 def list_known() -> str:
-    """Every verdict that is kept, as text."""
+    """Every stored failure, as text."""
     found = entries()
     if not found:
         return f"Nothing is known to fail: no verdict in {folder()}.\n"

@@ -1,4 +1,4 @@
-"""`omnicomp conformance`: whether a device keeps what torch and omnicomp ask of it, one line a check."""
+"""`omnicomp conformance`: whether a device meets what torch and omnicomp require, one line per check."""
 
 from collections.abc import Sequence
 from pathlib import Path

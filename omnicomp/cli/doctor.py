@@ -1,4 +1,4 @@
-"""`omnicomp doctor`: what omni needs on this machine, one line a check, each with what to do."""
+"""`omnicomp doctor`: one line for each thing that omni needs on this machine, with what to do about it."""
 
 import dataclasses
 import importlib
@@ -101,7 +101,7 @@ def examine(device: str | None = None) -> list[Check]:
 
 
 def to_text(checks: list[Check]) -> str:
-    """One line a check, and one on what to do where there is something to do."""
+    """One line per check, and one with what to do, if there is something."""
     width = max(len(check.name) for check in checks)
     lines: list[str] = []
     for check in checks:

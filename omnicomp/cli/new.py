@@ -31,7 +31,7 @@ _SUFFIX: Final = ".in"
 
 
 def check_name(name: str) -> None:
-    """See that a name can become a device type.
+    """Check that a name can become a device type.
 
     Raises:
         DeviceError: it is no word of letters that torch's parser of devices takes; or torch, omnicomp or Python has
@@ -50,7 +50,7 @@ def check_name(name: str) -> None:
 
 
 def check_engine_name(name: str) -> None:
-    """See that a name can become an engine's.
+    """Check that a name can become an engine's.
 
     Raises:
         EngineError: it is no word that a package can be called by, or a lowering has it already.

@@ -1,4 +1,4 @@
-"""Sends a program's `torch.compile` calls to omni for a while: what `omnicomp run` does to a script."""
+"""Redirects a program's `torch.compile` calls to omni, for `omnicomp run`."""
 
 import contextlib
 import dataclasses

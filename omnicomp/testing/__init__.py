@@ -1,1 +1,1 @@
-"""What the tests, the benches and the examples share; needs the extra `test` or `bench`."""
+"""For authors of devices, conformance and bring-up; for users' tests, the pytest plug-in."""

@@ -1,4 +1,4 @@
-"""Jobs in another process, so that one that crashes the interpreter or hangs is a result, and the others still run.
+"""Jobs in another process: one that crashes the interpreter or hangs is a result, and the others still run.
 
 A suite is a function that returns jobs by name, each a function that returns a JSON object. The process makes the suite
 and runs its jobs in turn; if it dies, another one goes on behind the job that killed it.

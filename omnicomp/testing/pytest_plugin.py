@@ -33,7 +33,6 @@ class OmniAudit:
     """What a test compiled, from its set-up on; what was compiled before and is only called again is not in it."""
 
     def __init__(self) -> None:
-        """Begin now."""
         self._since = time.time()
 
     @property

@@ -1,4 +1,4 @@
-"""Copies of tensors and of calls' arguments on another device, with the strides and the sharing that they had."""
+"""Copies of arguments on another device, with their strides and shared tensors."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def host(value: Any) -> Any:
 
 
 class Transfer:
-    """Brings structures to a device: tensors as copies, one that is given twice as one, and devices by name."""
+    """Copies structures to a device: a tensor that occurs twice is copied once, and device arguments change."""
 
     def __init__(self, device: str, *, source: str = "cpu", whole: bool = False) -> None:
         """Bring to a device.

@@ -1,4 +1,4 @@
-"""One timeline a process: every stage appends what it decided and what ran; views are made from it afterwards."""
+"""The timeline: one list of events per process, to which every stage of a compilation appends."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a compilation is doing: one context manager that tells it to the terminal, to torch's tools and to telemetry."""
+"""One context manager for a stage of a compilation: progress line, torch's compile times, telemetry."""
 
 import contextlib
 import threading
@@ -18,22 +18,21 @@ _local = threading.local()
 
 
 class Activity:
-    """What is under way."""
+    """A stage under way."""
 
     def __init__(self, step: progress_line.Step, span: Any) -> None:
-        """Hold where it is told."""
         self._step = step
         self._span = span
 
     def say(self, text: str, **attributes: Any) -> None:
-        """Go on under another text, with more attributes."""
+        """Change the text of the progress line, and add attributes to the span."""
         self._step.say(text)
         opentelemetry.describe(self._span, attributes)
 
 
 @contextlib.contextmanager
 def activity(name: str, text: str, *, shown: bool = True, **attributes: Any) -> Generator[Activity]:
-    """Do something for a compilation inside.
+    """Mark a stage of a compilation.
 
     It is a step of the progress line, a range `omnicomp.<name>` in torch's compile times, in tlparse's time line and in
     the profiler, and a span of that name for OpenTelemetry. At the end of the outermost one, the structured trace gets

@@ -1,4 +1,4 @@
-"""Reading JSON Lines timelines, whatever became of the process that wrote them."""
+"""Reading JSON Lines timelines, also those of processes that were killed."""
 
 import dataclasses
 import functools
@@ -111,7 +111,7 @@ def _no_event(file: Path, number: int, detail: str) -> str:
 
 
 def _shown(text: object) -> str:
-    """A sentence is one line, and moves no terminal's cursor, whatever a file is called or holds."""
+    """A name or a line of a file, without control characters."""
     return "".join(char if char.isprintable() else "\ufffd" for char in str(text))
 
 
@@ -143,7 +143,7 @@ def _node_placement(data: dict[str, Any]) -> NodePlacement:
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """What a field of an event may be: the types of its value, and of the items of that, if those are plain."""
+    """The types that a field's value may have, and its items, if these are text or integers."""
 
     name: str
     kinds: frozenset[type]
@@ -167,7 +167,7 @@ def _fields(cls: type[Event]) -> tuple[_Field, ...]:
 
 
 def _check(field: _Field, value: Any) -> None:
-    """Refuse a value whose kind is not the field's: a view would fail on it far from the line that has it."""
+    """Raise TypeError for a value of another type: a view would fail on it, far from its line."""
     if type(value) not in field.kinds:
         raise TypeError(f"its field {field.name!r} can't be {type(value).__name__}")
     if field.items is not None and value:

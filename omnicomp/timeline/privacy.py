@@ -1,4 +1,4 @@
-"""What is kept out of the timeline: secrets, always, and where on a machine things lie, if the user asks for that.
+"""Privacy of the timeline: secrets are always removed, and absolute paths on request.
 
 An event may quote an option, a path or the message of an exception, and any of these may hold what its reader must not
 see. So each text of an event is cleaned before it is kept, for the views in the process as well as for files.
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Cleaner:
-    """Texts and events without secrets, and with paths relative to the project if that is asked for."""
+    """Removes secrets from texts and events, and makes paths relative to the project on request."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Look up what is to be hidden.
@@ -138,12 +138,12 @@ def _hide(match: "re.Match[str]") -> str:
 
 
 def _is_folder(value: str) -> bool:
-    """Whether a value is a place, as of `XAUTHORITY` or `SSH_AUTH_SOCK`; paths are what an audit is made of."""
+    """Whether a value is a path, as `XAUTHORITY` and `SSH_AUTH_SOCK` have; paths are no secrets."""
     return value.startswith(("/", "~")) and "\n" not in value and os.path.exists(value)
 
 
 def _places(environment: Mapping[str, str]) -> dict[str, str]:
-    """Folders, and what is written in their place; nothing for the project."""
+    """Folders with their replacements; the project's is empty."""
     cache = environment.get("TORCHINDUCTOR_CACHE_DIR", "")
     try:
         cache = cache or os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
@@ -182,7 +182,7 @@ def cleaner() -> Cleaner:
 
 
 def refresh() -> Cleaner:
-    """Look at the environment again; a program may have set a token since."""
+    """Read the environment again: the program may have set a token since."""
     global _current, _seen
     named = ((name, value) for name, value in os.environ.items() if _SECRET_NAME.search(name))
     seen = (*named, (PATHS_VARIABLE, os.environ.get(PATHS_VARIABLE, "")), ("cwd", _cwd()))

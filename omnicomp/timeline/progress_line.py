@@ -1,4 +1,4 @@
-"""One line on the terminal while a compilation takes long: what is being done, for how long, and what it waits for.
+"""The progress line: what a long compilation is doing, for how long, and what it waits for.
 
 It stands below the program's own output and is erased before the program writes again. Nothing is drawn where standard
 error is no terminal, and nothing in the first two seconds. `rich.status` can't draw it: it takes the place of standard
@@ -38,7 +38,7 @@ waits_for: Callable[[int], str] | None = None
 
 
 class Step:
-    """Something that is being done; `say` changes its words while it is under way."""
+    """A step under way."""
 
     def __init__(self, text: str, *, shown: bool) -> None:
         """Begin now.
@@ -52,7 +52,7 @@ class Step:
         self.start = clock()
 
     def say(self, text: str) -> None:
-        """Go on under another text; the clock goes on, too."""
+        """Change the text; the clock goes on."""
         self.text = text
 
 
@@ -70,7 +70,7 @@ _state = _State()
 
 
 def _forget() -> None:
-    """A forked child draws nothing: the terminal's line belongs to its parent."""
+    """A forked child draws nothing: the line is its parent's."""
     global _state
     painter = _state.painter
     _state = _State()
@@ -85,7 +85,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def step(text: str, *, shown: bool = True) -> Generator[Step]:
-    """Do something inside that may take long.
+    """Mark a step that may take long.
 
     Steps may be inside of one another; the innermost is shown, with the time since the outermost began.
 
@@ -187,7 +187,7 @@ class _Painter(threading.Thread):
         self._visible = False
 
     def stop(self) -> None:
-        """Erase the line and draw none any more."""
+        """Erase the line and stop drawing."""
         self._over.set()
         with self._state.lock:
             self._erase()
@@ -241,7 +241,7 @@ class _Painter(threading.Thread):
             os.write(self._terminal.fileno(), data)
 
     def _guard(self) -> None:
-        """Have the line erased before the program writes to the terminal, by the same objects and the same methods."""
+        """Wrap `write` of the program's streams to erase the line first; the streams stay the same objects."""
         for stream in {id(each): each for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}.values():
             if _is_terminal(stream) and hasattr(stream, "__dict__") and "write" not in stream.__dict__:
                 stream.write = self._guarded(stream.write)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The recorder: one append-only timeline a process, safe to append to from any thread.
+"""The recorder: one append-only timeline per process, thread-safe.
 
 Nothing in the compiler reads it to decide anything; sinks and views read it afterwards. A sink that fails is
 reported once and dropped: recording never breaks the user's program.
@@ -74,7 +74,7 @@ class Timeline:
         return f"g{next(self._graphs)}"
 
     def append(self, event: Event) -> Event:
-        """Stamp the event with time and position, keep it without secrets, and hand it to the sinks.
+        """Remove secrets from an event, stamp it with time and position, store it, and pass it to the sinks.
 
         Returns:
             The stamped event.
@@ -128,7 +128,7 @@ class Timeline:
                 )
 
     def _after_fork(self) -> None:
-        """Keep the parent's events and give a forked child sinks of its own (`%p` in a path makes it another file)."""
+        """A forked child keeps its parent's events; a sink whose path has `%p` opens a file of its own."""
         self._pid = os.getpid()
 
 
@@ -137,7 +137,7 @@ _drafts: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("omnic
 
 
 def _renew_lock() -> None:
-    """A thread that held the lock when the process was forked is not there to release it."""
+    """Replace the lock after a fork: the thread that held it does not exist in the child."""
     _current._lock = threading.RLock()
 
 
@@ -153,7 +153,7 @@ def current() -> Timeline:
 
 @contextlib.contextmanager
 def drafting(draft: Timeline) -> Generator[None]:
-    """Record what this thread does inside in another timeline: a trial is no part of what ran."""
+    """Record what this thread does inside to another timeline, so that trials stay out of the process' own."""
     token = _drafts.set(draft)
     try:
         yield

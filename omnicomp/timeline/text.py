@@ -1,4 +1,4 @@
-"""Text of names and values that is safe to show, and the same in every process."""
+"""Names and values as text: without control characters, and the same in every process."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""Which graph of one report is which of another, and which subgraph: by identity, and by what is left of it."""
+"""Pairing the graphs and subgraphs of two reports by identity."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -73,7 +73,7 @@ def _likeness(left: GraphAudit, right: GraphAudit) -> float:
 
 
 def _paired(left: Sequence[Item], right: Sequence[Item], keys: Sequence[Callable[[Item], Hashable]]) -> Pairs[Item]:
-    """Pair what has an equal key, in order, by one key after the other."""
+    """Pair items of equal keys, in order, trying one key after the other."""
     pairs: list[tuple[Item, Item]] = []
     rest, others = list(left), list(right)
     for key in keys:
@@ -95,7 +95,7 @@ def _paired(left: Sequence[Item], right: Sequence[Item], keys: Sequence[Callable
 def difference(
     left: Iterable[Item], left_key: Callable[[Item], Hashable], right: Iterable[Item], key: Callable[[Item], Hashable]
 ) -> tuple[list[Item], list[Item]]:
-    """What the first has more of than the second, and the second more than the first, as multisets of keys."""
+    """The multiset differences by key: first without second, second without first."""
     waiting: dict[Hashable, list[Item]] = {}
     for item in left:
         waiting.setdefault(left_key(item), []).append(item)

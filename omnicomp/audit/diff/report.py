@@ -101,7 +101,7 @@ class Measure:
 
     @property
     def growth(self) -> float | None:
-        """How much more it is, as a part of what it was; None if it was nothing."""
+        """Growth relative to the value before; None if that was 0."""
         return self.after / self.before - 1 if self.before else None
 
 

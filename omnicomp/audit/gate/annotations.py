@@ -1,4 +1,4 @@
-"""The audit with its verdict as GitHub's workflow commands, which become annotations at the lines of a pull request."""
+"""The verdict as GitHub workflow commands, which annotate the lines of a pull request."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Judge a report by a budget: what fell back, what of it counts, and whether that is too much. A pure function.
+"""Judge a report by a fallback budget: a pure function.
 
 What fell back is what the report calls so (`Audit.fallbacks`). An operator that was placed on eager counts as one; a
 subgraph, or a whole graph, that moved there later counts with all of its operators. It is a choice, and does not count,

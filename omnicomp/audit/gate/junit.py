@@ -1,4 +1,4 @@
-"""The audit with its verdict as JUnit XML: a test suite for each graph, and a test case for each subgraph."""
+"""The verdict as JUnit XML: a test suite for each graph, a test case for each subgraph."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone

@@ -1,4 +1,4 @@
-"""The audit with its verdict as Markdown, for a comment on a pull request: short, and the rest behind a fold."""
+"""The verdict as Markdown for a comment on a pull request; details are folded."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final

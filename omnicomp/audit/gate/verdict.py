@@ -1,4 +1,4 @@
-"""What a budget says of a report: its data, and in words for a person, a log, and the error of a compilation."""
+"""The verdict on a report by a fallback budget: its data, and as text, JSON and an error message."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Escapes for the places that a report is written to; names from a model are shown there, and never obeyed."""
+"""Escapes for Markdown, GitHub and XML: names from a model are shown and never obeyed."""
 
 import re
 from typing import Final
@@ -28,7 +28,7 @@ def markdown(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """The same in the type of code, for names; nothing for an empty one."""
+    """The same as inline code; an empty text stays empty."""
     shown = markdown(text)
     return f"<code>{shown}</code>" if shown else ""
 

@@ -50,7 +50,7 @@ class Excerpts:
     """Reads each file once."""
 
     def __init__(self, *, around: int = 2) -> None:
-        """Nothing is read yet.
+        """Read files when they are asked for.
 
         Args:
             around: lines before and after the one that is meant.

@@ -1,4 +1,4 @@
-"""The rows of a report by module path, with shares added up from the leaves, and equal layers merged into one."""
+"""The report as a tree of modules: shares are summed from the leaves, and equal layers are merged."""
 
 import dataclasses
 import re
@@ -85,7 +85,7 @@ class ModuleNode:
 
 
 def basis_of(audit: Report, wanted: str | None = None) -> str:
-    """What shares are counted in: what is wanted if it is known, else the report's own basis."""
+    """The basis of shares: the one asked for if it is known, else the report's own."""
     known = audit.shares_by
     if wanted is not None and known.get(wanted):
         return wanted

@@ -1,4 +1,4 @@
-"""What the HTML page shows, as the JSON that its script reads: rows in the order of the report, reasons once each."""
+"""The data of the HTML page, as JSON for its script; each reason is in it once."""
 
 import dataclasses
 import json
@@ -94,7 +94,7 @@ def page_data(audit: Report, *, excerpts: bool = True) -> dict[str, Any]:
 
 
 def tones_of(audit: Report) -> dict[str, str]:
-    """The class of each lowering that the page shows, of those that were only tried as well."""
+    """The style class of each lowering on the page."""
     found = {name for row in audit.subgraphs for name in (row.lowering, row.planned)}
     found |= {each.lowering for row in audit.subgraphs for each in (*row.attempts, *row.runs)}
     found |= {each.lowering for graph in audit.graphs for part in graph.parts for each in part.declined}

@@ -148,7 +148,7 @@ def _verdict(audit: Report) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as `98.7 %`; what is little but not nothing is not shown as nothing."""
+    """A share as `98.7 %`; one that is not 0 or 1 is never rounded to it."""
     if share is None:
         return ""
     if 0 < share < 0.0005:

@@ -1,4 +1,4 @@
-"""Time lines of a report: what was compiled when, as slices that lie properly inside one another, and moments.
+"""What was compiled when: properly nested slices, and moments.
 
 Events are recorded when what they tell of is over, so that a slice begins its length before. Attempts of a part are
 recorded together after it was built: their lengths are measured, and their places are not; they are laid end to end, in
@@ -79,7 +79,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Compilations of one process that do not overlap; those of threads that compile at once are on lanes of their own.
+    """Compilations of one process that do not overlap; concurrent ones have lanes of their own.
 
     Attributes:
         pid: the process.

@@ -22,7 +22,7 @@ _KNOWN: Final = ("inductor", "override", "eager")
 
 
 def tones(lowerings: Iterable[str]) -> dict[str, str]:
-    """The class of each lowering.
+    """The style class of each lowering.
 
     An engine's is chosen by a hash of its name, so that it has one colour in every report. Of two engines of one report
     for which that is the same, the second in order of name takes the next one that is free, as long as there are some.

@@ -103,7 +103,7 @@ def means_miss(question: str, miss: NearMiss) -> bool:
 
 
 def known_names(audit: Report) -> set[str]:
-    """What a question may be about, for the hint at a misspelt one."""
+    """The names that a question may have, for the hint at a misspelt one."""
     found: set[str] = set(CODES)
     for graph in audit.graphs:
         found |= {graph.id, *(setting.key for setting in graph.settings), *(run.name for run in graph.passes)}
@@ -184,7 +184,7 @@ class Why:
 
 
 def why(audit: Report, name: str) -> Why:
-    """Tell why something is where it is.
+    """Explain why something is where it is.
 
     What fell back, was left alone or changed comes first; what is where it was planned is one answer at the end.
 

@@ -51,7 +51,7 @@ def _plain(result: Any) -> Any:
 
 
 def check_name(name: str, size: str = "tiny") -> None:
-    """See that a model's name has the right form; a function is only looked up by `load`.
+    """Check the form of a model's name; `load` looks functions up.
 
     Raises:
         OmnicompError: it is no model of omnicomp's and no `file.py:function`, or the size is unknown.

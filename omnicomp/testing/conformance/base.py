@@ -1,4 +1,4 @@
-"""What a check is: a function of a session with the device, which returns what it found, or says what is wrong."""
+"""Conformance checks: functions of a session with the device, which return what they found, or raise."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class CheckFailed(Exception):
 
 
 class CheckSkipped(Exception):
-    """A check that asks nothing of this device; its message says why."""
+    """A check does not apply to this device; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Session:
         return found
 
     def usable(self, after: str) -> None:
-        """See that the device still computes.
+        """Check that the device still computes.
 
         Raises:
             CheckFailed: it does not.
@@ -155,7 +155,7 @@ def run_check(found: Check, session: Session) -> dict[str, Any]:
 
 
 def on_device(session: Session, value: Any) -> None:
-    """See that every tensor of a structure is on the device.
+    """Check that every tensor of a structure is on the device.
 
     Raises:
         CheckFailed: one is not.

@@ -1,4 +1,4 @@
-"""JSON Lines files of the timeline: one object a line, with a limit on their size if one is set."""
+"""JSON Lines files of the timeline: one object per line, rotated at a size limit if one is set."""
 
 import json
 import logging

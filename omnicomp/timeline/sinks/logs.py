@@ -1,4 +1,4 @@
-"""The timeline as log lines: `TORCH_LOGS="omnicomp"` for what was decided, `"+omnicomp"` for each detail of it.
+"""The timeline as log lines: decisions by `TORCH_LOGS="omnicomp"`, details by `"+omnicomp"`.
 
 Every line goes to a logger below `omnicomp`, so that Python's own configuration of loggers works as well.
 """
@@ -41,7 +41,6 @@ class LogSink:
     """Writes a line for each event whose level is enabled."""
 
     def __init__(self) -> None:
-        """Find the loggers."""
         self._loggers = {kind: logging.getLogger(f"omnicomp.{name}") for kind, name in LOGGERS.items()}
         self._other = logging.getLogger("omnicomp.timeline")
 

@@ -60,7 +60,7 @@ def _span(api: Any, name: str, attributes: dict[str, Any]) -> Any:
 
 
 class TelemetrySink:
-    """Puts what went otherwise than planned into the span under way, as its events."""
+    """Adds deviations from the plan to the current span, as span events."""
 
     _TYPES: Final = ("attempt", "retreat", "option", "verification", "near_miss", "cache")
 

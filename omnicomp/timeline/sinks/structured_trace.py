@@ -1,4 +1,4 @@
-"""The timeline in torch's structured trace, so that tlparse shows a page of omnicomp's for each compilation.
+"""The timeline in torch's structured trace: tlparse shows a page of it for each compilation.
 
 For each compile id there are two kinds of artefacts: `omnicomp_audit`, the report as text, and `omnicomp_events`, what
 was decided since the last one, as JSON. Both are written when a compilation is over, and at the end of the process for
@@ -26,10 +26,10 @@ Page = Callable[[tuple[Event, ...]], str]
 
 
 class TraceSink:
-    """Remembers which graphs have something new, and writes that to the trace when it is told to."""
+    """Notes which graphs have new events, and writes these to the trace on `flush`."""
 
     def __init__(self, timeline: Timeline, page: Page) -> None:
-        """Begin with nothing to write.
+        """Make a sink for a timeline.
 
         Args:
             timeline: where the events are read from.
@@ -43,7 +43,7 @@ class TraceSink:
         self._pid = os.getpid()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take note of one event."""
+        """Note which graph an event belongs to."""
         if self._pid != os.getpid():  # a forked child has a trace of its own, in which its parent's graphs are not
             self._pid = os.getpid()
             self._new.clear()
@@ -99,6 +99,6 @@ def attach(timeline: Timeline, page: Page) -> None:
 
 
 def flush() -> None:
-    """Write to the structured trace what the timeline was told since the last time; nothing if nobody takes it."""
+    """Write the events since the last flush to torch's structured trace, if it is being recorded."""
     if _sink is not None and _sink._new:
         _sink.close()
