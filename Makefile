@@ -34,7 +34,7 @@ test-torch:  ## the devices' tests with another torch, in an environment of its 
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --editable '.[test,sim]'
-	.venv-torch-$(TORCH)/bin/python -m pytest tests/devices tests/sim
+	.venv-torch-$(TORCH)/bin/python -m pytest tests/devices
 
 lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/ruff check .
