@@ -125,10 +125,10 @@ class JsonStore(Generic[T]):
         return sentence
 
 
-def write_whole(path: Path, data: str, files: int = _FILES) -> None:
+def write_whole(path: Path, data: str | bytes, files: int | None = _FILES) -> None:
     """Write a file so that a reader sees all of it or what was there before, and keep at most `files` such.
 
-    Those of the same folder and suffix that were not used for the longest time are removed.
+    Those of the same folder and suffix that were not used for the longest time are removed; none with None.
 
     Raises:
         OSError: it can't be written.
@@ -136,11 +136,15 @@ def write_whole(path: Path, data: str, files: int = _FILES) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        made.write_text(data, encoding="utf-8")
+        if isinstance(data, str):
+            made.write_text(data, encoding="utf-8")
+        else:
+            made.write_bytes(data)
         os.replace(made, path)
     finally:
         made.unlink(missing_ok=True)
-    prune(path.parent, path.suffix, files)
+    if files is not None:
+        prune(path.parent, path.suffix, files)
 
 
 def prune(place: Path, suffix: str, keep: int = _FILES) -> None:

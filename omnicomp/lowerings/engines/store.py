@@ -4,6 +4,7 @@ The key says everything that decides what is compiled: the graph with shapes, st
 of the weights that are built in, the engine with its version and options, torch, omnicomp, and the machine's threads.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -125,10 +126,8 @@ def _load(path: Path, load: Callable[[bytes], object]) -> object | None:
         log.warning("%s can't be loaded, so it is compiled again: %s: %s", path.name, type(error).__name__, error)
         path.unlink(missing_ok=True)
         return None
-    try:
-        os.utime(path)  # what was used last is removed last
-    except OSError:  # it is someone else's file, or another process has just removed it
-        log.debug("%s can't be marked as used", path.name)
+    with contextlib.suppress(OSError):  # only its age is lost
+        os.utime(path)
     return found
 
 
@@ -138,13 +137,7 @@ def _keep(path: Path, made: object, dump: Callable[[object], bytes | None]) -> N
         body = dump(made) if allowed else None
         if body is None or len(body) > allowed:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            draft.write_bytes(hashlib.sha256(body).hexdigest().encode() + body)
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        kept.write_whole(path, hashlib.sha256(body).hexdigest().encode() + body, files=None)
         prune(path.parent.parent, allowed)
     except Exception as error:  # noqa: BLE001 - it runs all the same; the next process compiles again
         log.warning("%s can't be kept: %s: %s", path.name, type(error).__name__, error)
@@ -152,16 +145,9 @@ def _keep(path: Path, made: object, dump: Callable[[object], bytes | None]) -> N
 
 def prune(folder: Path, allowed: int) -> None:
     """Remove what was not used for the longest time, until the files of all engines take no more than allowed bytes."""
-    found: list[tuple[float, int, Path]] = []
-    for path in folder.glob("*/*.bin"):
-        try:
-            facts = path.stat()
-        except FileNotFoundError:  # another process was faster
-            continue
-        found.append((facts.st_mtime, facts.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= allowed:
-            break
-        path.unlink(missing_ok=True)
-        total -= size
+    total = 0
+    for path in reversed(kept.oldest_first(folder.glob("*/*.bin"))):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            total += path.stat().st_size
+        if total > allowed:
+            path.unlink(missing_ok=True)
