@@ -47,24 +47,26 @@ class JsonStore(Generic[T]):
         schema: int = 1,
         files: int = _FILES,
         size: int = 2**20,
+        root: Callable[[], Path] = folder,
     ) -> None:
         """Describe the values.
 
         Args:
-            name: of the folder, inside of `folder()`.
+            name: of the folder.
             dump: makes what JSON can hold of a value.
             load: the inverse, for anything that a file may hold; raises if it is something else.
             schema: a file of another one, such as an older version's, is a miss that is not logged.
             files: that the folder may have.
             size: bytes that a file may have.
+            root: where the folder is.
         """
         self.name, self._dump, self._load, self._schema = name, dump, load, schema
-        self._files, self._size = files, size
+        self._files, self._size, self._root = files, size, root
 
     @property
     def folder(self) -> Path:
         """Where the files are."""
-        return folder() / self.name
+        return self._root() / self.name
 
     def path(self, key: str) -> Path:
         """The file of a key."""

@@ -7,17 +7,16 @@ written on a hit, and nothing that compiles reads the files: one that is lost co
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.compile_fx import cache_dir
-from omnicomp.store import write_whole
+from omnicomp.store import JsonStore
 from omnicomp.timeline import Cache, Reason
 
-__all__ = ["KeyParts", "changes", "folder", "verdict"]
+__all__ = ["STORE", "KeyParts", "changes", "verdict"]
 
 Parts = Mapping[str, tuple[str, str]]
 
@@ -62,17 +61,10 @@ def verdict(lookup: Lookup, key: KeyParts, *, graph: str, part: str, subgraph: s
         return event
     parts: dict[str, tuple[str, str]] = {**lookup.parts, **key.parts}
     name = "\0".join((key.identity, lookup.cache, part, subgraph.removeprefix(graph)))
-    path = folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
-    before, problem = None, None
-    try:
-        before = _read(path)
-    except (OSError, ValueError) as error:
-        problem = error
-    try:
-        write_whole(path, json.dumps(parts, separators=(",", ":")))
-    except OSError as error:
-        problem = error
-    if problem is not None:
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    before, unread = STORE.read(digest)
+    problem = STORE.write(digest, parts) or unread
+    if problem:
         return dataclasses.replace(event, reason=_unusable(problem))
     if before is None:
         return dataclasses.replace(event, note=_NEW)
@@ -101,33 +93,18 @@ def _phrase(name: str, old: tuple[str, str] | None, new: tuple[str, str] | None)
     return f"{name}: edited" if name.startswith(("override ", "pass ")) else f"{name}: changed"
 
 
-def folder() -> Path:
-    """Where the records are kept: beside Inductor's caches."""
-    return Path(cache_dir()) / "omnicomp" / "key_components"
+def _load(data: Any) -> Parts:
+    return {name: (str(text), str(value)) for name, (text, value) in data.items()}
 
 
-def _read(path: Path) -> dict[str, tuple[str, str]] | None:
-    """What a key was made of; None if nothing was compiled before.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: it is not what was written.
-    """
-    try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    try:
-        return {name: (str(text), str(value)) for name, (text, value) in data.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no record: {error!r}") from error
+STORE: Final = JsonStore[Parts]("key_components", dict, _load, root=lambda: Path(cache_dir()) / "omnicomp")
+"""What keys were made of; beside Inductor's caches, whose misses it explains."""
 
 
-def _unusable(error: Exception) -> Reason:
+def _unusable(problem: str) -> Reason:
     return Reason(
         code="key_record_unusable",
         by="caches",
-        sentence=f"the record of what was compiled before can't be used: {error}",
-        observed=type(error).__name__,
-        lever=f"remove {folder()}, or make it writable",
+        sentence=f"the record of what was compiled before can't be used: {problem}",
+        lever=f"remove {STORE.folder}, or make it writable",
     )

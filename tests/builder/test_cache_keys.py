@@ -29,8 +29,9 @@ KEY = KeyParts(identity="f (model.py)", parts={"omnicomp": ("1", "a"), "option x
 @pytest.fixture(autouse=True)
 def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of records for each test."""
-    monkeypatch.setattr(cache_keys, "folder", lambda: tmp_path / "keys")
-    return tmp_path / "keys"
+    monkeypatch.setattr(cache_keys.STORE, "_root", lambda: tmp_path / "keys")
+    (tmp_path / "keys").mkdir()
+    return cache_keys.STORE.folder
 
 
 def miss(key: KeyParts = KEY, **parts: tuple[str, str]) -> Cache:
@@ -137,7 +138,7 @@ def test_threads_that_write_at_once_leave_a_whole_file(key_folder: Path) -> None
     for thread in threads:
         thread.join()
     (path,) = key_folder.iterdir()
-    assert json.loads(path.read_text())["the graph"] == ["", "g"]
+    assert json.loads(path.read_text())["value"]["the graph"] == ["", "g"]
     assert miss().reason is None
 
 
