@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from golden import captured, code
+from graph_code import captured, code
 from torch import Tensor
 
 from omnicomp._torch.repairs.needed import Needed

@@ -1,31 +1,18 @@
-"""Graphs as Dynamo captures them, and as text short enough to be written in a test."""
+"""Files with what a view printed when somebody looked at it last; `OMNICOMP_ACCEPT=1` writes them anew."""
 
-import re
-from collections.abc import Callable
-from typing import Any
+import os
+from pathlib import Path
 
-import torch
-from torch.fx import GraphModule
-
-__all__ = ["captured", "code"]
+FOLDER = Path(__file__).parents[1] / "data"
 
 
-def captured(function: Callable[..., Any], *inputs: Any) -> GraphModule:
-    """The Dynamo graph of a function."""
-    graphs: list[GraphModule] = []
-
-    def backend(module: GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(module)
-        return module.forward
-
-    torch.compiler.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
-    (graph,) = graphs
-    return graph
-
-
-def code(module: GraphModule) -> str:
-    """The calls of a graph in order, and what it returns; inputs are named as in the function."""
-    lines = (line.split(";")[0].strip() for line in module.code.strip().splitlines()[1:])
-    text = "\n".join(line for line in lines if line and not re.search(r" = (None|L_\w+)$", line))
-    return re.sub(r"\bl_(\w+?)_\b", r"\1", text)
+def check(name: str, text: str) -> None:
+    """A text is what the file holds."""
+    path = FOLDER / name
+    if os.environ.get("OMNICOMP_ACCEPT") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.exists(), f"{path} is missing; OMNICOMP_ACCEPT=1 writes it"
+    assert text == path.read_text(encoding="utf-8"), (
+        f"{path} differs; if that is right, OMNICOMP_ACCEPT=1 writes it anew"
+    )
