@@ -67,6 +67,7 @@ class Engine(abc.ABC):
         bakes: whether weights are given to `compile` as constants where they can be followed.
         native: whether its library has threads or locks of its own, which a forked process would lack: it is not
             called there if it was used before the fork.
+        empty: whether it takes tensors without elements.
         decompositions: operator to decomposition, applied to a subgraph before it is compiled; what they are made of
             is to be in `operators`.
         operators: which operators it takes; each subclass has its own, with what it inherits.
@@ -78,6 +79,7 @@ class Engine(abc.ABC):
     bakes: ClassVar[bool] = True
     copies: ClassVar[bool] = False
     native: ClassVar[bool] = True
+    empty: ClassVar[bool] = True
     decompositions: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     operators: ClassVar[Operators] = Operators()
 
@@ -143,7 +145,7 @@ class Engine(abc.ABC):
         entry = self.operators.get(node.target)
         if entry is None:
             if node.target in self.decompositions:
-                return self._tensors(node, clustering.dtypes)
+                return self._tensors(node, clustering.dtypes, context)
             if getattr(node.target, "__name__", "") == "getitem":
                 return None  # it goes where the operator went whose results it takes apart
             return self._refused(node, "it has no form of the operator")
@@ -157,7 +159,7 @@ class Engine(abc.ABC):
         sentence = entry.check(node) if entry.check is not None else ""
         if sentence:
             return self._refused(node, sentence)
-        return self._tensors(node, entry.dtypes if entry.dtypes is not None else clustering.dtypes)
+        return self._tensors(node, entry.dtypes if entry.dtypes is not None else clustering.dtypes, context)
 
     def clustering_for(self, context: LoweringContext) -> Clustering:
         """Its clustering with the user's options.
@@ -174,7 +176,7 @@ class Engine(abc.ABC):
         except Exception as error:  # noqa: BLE001 - someone else's code; becomes the reason
             return f"the engine {self.name} can't say whether it is there: {type(error).__name__}: {error}"
 
-    def _tensors(self, node: Node, dtypes: tuple[torch.dtype, ...] | None) -> Support:
+    def _tensors(self, node: Node, dtypes: tuple[torch.dtype, ...] | None, context: LoweringContext) -> Support:
         for value in (node, *node.all_input_nodes):
             for leaf in tree_leaves(fake_value(value)):
                 if not isinstance(leaf, torch.Tensor):
@@ -184,6 +186,13 @@ class Engine(abc.ABC):
                 if dtypes is not None and leaf.dtype not in dtypes:
                     shown = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                     return self._refused(node, "it does not take the dtype", str(leaf.dtype), shown)
+                if leaf.device.type != context.device.type:
+                    there = str(context.device.type)
+                    return self._refused(node, "its tensors are on two devices", str(leaf.device), there)
+                # One of several results may be empty as the operator has nothing to say there.
+                several = isinstance(fake_value(value), (tuple, list))
+                if not self.empty and not several and any(type(size) is int and size == 0 for size in leaf.shape):
+                    return self._refused(node, "it takes no tensors without elements", str(tuple(leaf.shape)))
         return None
 
     def _refused(self, node: Node, sentence: str, observed: str = "", needed: str = "") -> Reason:

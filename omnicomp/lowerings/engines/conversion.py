@@ -6,10 +6,9 @@ its shape is compared. So the functions say what an operator computes, and nothi
 """
 
 import dataclasses
-import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.fx import Node
@@ -18,17 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.errors import EngineError
-from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import Engine
 from omnicomp.lowerings.engines.operators import Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
 
 __all__ = [
     "Form",
-    "Lazy",
     "Library",
-    "Results",
-    "TableEngine",
     "convert",
     "declare_pointwise",
     "dtype_name",
@@ -41,18 +36,6 @@ __all__ = [
 _NOT_VALUES: Final = ("layout", "device", "pin_memory", "memory_format", "non_blocking")
 _PROMOTED: Final = ("Tensor", "number")
 _ALIGNMENT: Final = 64
-
-
-class Lazy:
-    """A module that is imported when it is first used, as tables are read where no library is installed."""
-
-    def __init__(self, module: str) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self._module), name)
 
 
 class Library(Protocol):
@@ -110,54 +93,6 @@ class Form:
 def form(promote: str = "", *, keep: tuple[str, ...] = (), like: bool = False) -> Callable[[Callable[..., Any]], Form]:
     """Decorate a function of a table; see `Form`."""
     return lambda function: Form(function=function, promote=promote, keep=keep, like=like)
-
-
-class TableEngine(Engine):
-    """An engine whose functions are `Form`s or take the arguments as they are.
-
-    Attributes:
-        empty: whether it takes tensors without elements.
-    """
-
-    empty: ClassVar[bool] = True
-
-    def supports(self, node: Node, context: LoweringContext) -> Support:
-        """As `Engine.supports`; tensors of two devices, and on request empty ones, are refused as well."""
-        refused = super().supports(node, context)
-        if refused is not None:
-            return refused
-        for value in (node, *node.all_input_nodes):
-            for leaf in tree_leaves(fake_value(value)):
-                if not isinstance(leaf, torch.Tensor):
-                    continue
-                if leaf.device.type != context.device.type:
-                    return self._refused(
-                        node, "its tensors are on two devices", str(leaf.device), str(context.device.type)
-                    )
-                # One of several results may be empty as the operator has nothing to say there.
-                several = isinstance(fake_value(value), (tuple, list))
-                if not self.empty and not several and any(type(size) is int and size == 0 for size in leaf.shape):
-                    return self._refused(node, "it takes no tensors without elements", str(tuple(leaf.shape)))
-        return None
-
-
-class Results:
-    """What a subgraph returns, in terms of the values that are computed: each of them once."""
-
-    def __init__(self, subgraph: Subgraph) -> None:
-        output = next(iter(reversed(subgraph.module.graph.nodes)))
-        self._given: list[Any] = list(output.args[0])
-        self.nodes = list(dict.fromkeys(value for value in self._given if isinstance(value, Node)))
-        position = {node: index for index, node in enumerate(self.nodes)}
-        self._slots = [position[value] if isinstance(value, Node) else None for value in self._given]
-        self._literals = [None if isinstance(value, Node) else value for value in self._given]
-        del self._given
-
-    def spread(self, values: Sequence[Any]) -> list[Any]:
-        """The results in the order that is expected, of those of `nodes`; numbers and None stand for themselves."""
-        return [
-            literal if slot is None else values[slot] for slot, literal in zip(self._slots, self._literals, strict=True)
-        ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -72,7 +72,7 @@ class FrozenInductor(Engine):
             return self._refused(node, "the operator draws random numbers")
         if op_name(node).startswith("higher_order.") or not isinstance(node.target, torch._ops.OpOverload):
             return None if op_name(node) == "operator.getitem" else self._refused(node, "it is no plain operator")
-        return self._tensors(node, clustering.dtypes)
+        return self._tensors(node, clustering.dtypes, context)
 
     def compile(self, subgraph: Subgraph) -> EngineExecutable:
         """Hand the graph to `compile_fx`, with the weights as attributes."""

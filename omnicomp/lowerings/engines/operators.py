@@ -59,6 +59,19 @@ class Operators:
                 target=target, convert=convert, train=train, devices=devices, dtypes=dtypes, check=check
             )
 
+    def take(self, names: str, **options: Any) -> None:
+        """Declare ATen operators by name, such as `relu add.Tensor`; those that this torch lacks are left out.
+
+        Args:
+            names: separated by blanks; without an overload the default one is meant.
+            options: of `add`.
+        """
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            found: Any = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if found is not None:
+                self.add(found, **options)
+
     def get(self, target: Any) -> Operator | None:
         """The entry of a node's target, if there is one."""
         return self._entries.get(target)

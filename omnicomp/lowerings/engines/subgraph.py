@@ -1,17 +1,18 @@
 """What an engine is handed: one subgraph of ATen operators, with what is known about its inputs."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from omnicomp._torch.fx import copy_module
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.clustering import Clustering
 
-__all__ = ["Subgraph", "with_plain_sizes"]
+__all__ = ["Results", "Subgraph", "with_constants", "with_plain_sizes"]
 
 
 def with_plain_sizes(module: GraphModule) -> None:
@@ -82,3 +83,54 @@ class Subgraph:
     def values(self) -> list[torch.Tensor | None]:
         """Fake tensors of the outputs: shapes, dtypes and strides that a call has to return."""
         return [None if node is None else fake_value(node) for node in self.outputs]
+
+
+class Results:
+    """What a subgraph returns, in terms of the values that are computed: each of them once."""
+
+    def __init__(self, subgraph: Subgraph) -> None:
+        given = _returned(subgraph.module)
+        self.nodes = list(dict.fromkeys(value for value in given if isinstance(value, Node)))
+        position = {node: index for index, node in enumerate(self.nodes)}
+        self._slots = [position[value] if isinstance(value, Node) else None for value in given]
+        self._literals = [None if isinstance(value, Node) else value for value in given]
+
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        """The results in the order that is expected, of those of `nodes`; numbers and None stand for themselves."""
+        return [
+            literal if slot is None else values[slot] for slot, literal in zip(self._slots, self._literals, strict=True)
+        ]
+
+
+def with_constants(subgraph: Subgraph) -> GraphModule:
+    """A copy of a subgraph's graph for an importer.
+
+    Its placeholders are those that are called with and read, its constants are contiguous tensors in attributes, and it
+    returns the nodes of `Results`, each once.
+    """
+    module = copy_module(subgraph.module)
+    graph = module.graph
+    distinct = list(dict.fromkeys(value for value in _returned(module) if isinstance(value, Node)))
+    next(iter(reversed(graph.nodes))).args = (tuple(distinct),)
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        if index in subgraph.constants:
+            name = f"_omnicomp_constant_{index}"
+            setattr(module, name, subgraph.constants[index].contiguous())
+            with graph.inserting_before(node):
+                fixed = graph.get_attr(name)
+            fixed.meta.update(node.meta)
+            node.replace_all_uses_with(fixed)
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="get_attr"):
+        owner, _, name = str(node.target).rpartition(".")
+        holder = module.get_submodule(owner)
+        setattr(holder, name, getattr(holder, name).detach().contiguous())
+    module.recompile()
+    return module
+
+
+def _returned(module: GraphModule) -> list[Any]:
+    return list(next(iter(reversed(module.graph.nodes))).args[0])

@@ -13,9 +13,8 @@ from typing import Any, Final
 import torch
 
 from omnicomp.errors import EngineError
-from omnicomp.lowerings.engines.base import EngineExecutable, Session
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.lowerings.engines.conversion import TableEngine
 from omnicomp.lowerings.engines.onnxruntime import OnnxRuntimeEngine
 from omnicomp.lowerings.engines.onnxruntime.model import onnx_model
 from omnicomp.lowerings.engines.subgraph import Subgraph
@@ -36,7 +35,7 @@ _NAMES: Final = {
 _LARGEST: Final = 2**31 - 2**20  # of a protocol buffer, less what is not weights
 
 
-class TensorRtEngine(TableEngine):
+class TensorRtEngine(Engine):
     """TensorRT for inference on CUDA. It takes what the engine `onnxruntime` has a form of, in the dtypes it has.
 
     Networks are strongly typed: what is computed in float32 stays so, and uses TF32 only where torch is set to.
@@ -72,9 +71,8 @@ class TensorRtEngine(TableEngine):
             for index, node in enumerate(subgraph.placeholders)
             if index in subgraph.constants
         }
-        functions = {entry.target: entry.convert for entry in self.operators if entry.convert is not None}
         values = [value for value in subgraph.values if value is not None]
-        made = onnx_model(subgraph, functions)
+        made = onnx_model(subgraph)
         model, inputs, outputs = _with_weights(made.data, weights)
         plan = _built(model, subgraph.options.workspace_bytes)
         distinct = {index: fake for index, fake in zip(_given(made.results), values, strict=True)}

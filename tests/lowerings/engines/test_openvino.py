@@ -161,3 +161,16 @@ def test_tensors_without_elements_are_refused() -> None:
     x = torch.randn(1, 0)
     assert compiled(lambda x: x.expand(3, 0) + 1)(x).shape == (3, 0)
     assert any("without elements" in sentence for sentence in declined())
+
+
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_a_sum_is_divided_by_a_number(keepdim: bool) -> None:
+    """OpenVINO 2026.4 makes something else of a sum that keeps its dimensions."""
+    x = torch.randn(5, 5, 5)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(1, keepdim) / 4, x.var(1, keepdim=keepdim), torch.std(x)
+
+    for actual, expected in zip(compiled(function)(x), function(x), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert not retreats()

@@ -48,8 +48,7 @@ class OnnxRuntimeEngine(Engine):
 
     def compile(self, subgraph: Subgraph) -> EngineExecutable:
         """Write the model and make a session of it."""
-        functions = {entry.target: entry.convert for entry in self.operators if entry.convert is not None}
-        return OnnxRuntimeExecutable(onnx_model(subgraph, functions), subgraph)
+        return OnnxRuntimeExecutable(onnx_model(subgraph), subgraph)
 
     def loads(self, data: bytes, subgraph: Subgraph) -> EngineExecutable:
         """The model of `OnnxRuntimeExecutable.dumps`, with the weights of this process."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp.lowerings.engines.conversion import Lazy
+from omnicomp.lowerings.engines.lazy import Lazy
 
 __all__ = ["FORMS"]
 

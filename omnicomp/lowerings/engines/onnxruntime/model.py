@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import operator
-from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -11,7 +10,8 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.onnx import translated
-from omnicomp.lowerings.engines.onnxruntime.promotion import promote
+from omnicomp.lowerings.engines.canonical import canonical
+from omnicomp.lowerings.engines.onnxruntime.forms import FORMS
 from omnicomp.lowerings.engines.subgraph import Subgraph
 
 __all__ = ["DTYPES", "OPSET", "Model", "onnx_model"]
@@ -49,12 +49,11 @@ class Model:
     results: tuple[int | None, ...]
 
 
-def onnx_model(subgraph: Subgraph, functions: Mapping[torch._ops.OpOverload, Callable[..., Any]]) -> Model:
+def onnx_model(subgraph: Subgraph) -> Model:
     """Write a subgraph as an ONNX model, whose inputs and results are those of a call, in order.
 
     Args:
         subgraph: without symbolic sizes.
-        functions: forms of operators that come before the exporter's.
 
     Raises:
         Exception: what the exporter raises.
@@ -67,11 +66,11 @@ def onnx_model(subgraph: Subgraph, functions: Mapping[torch._ops.OpOverload, Cal
     graph = subgraph.module.graph
     next(iter(reversed(graph.nodes))).args = (tuple(distinct),)
     graph.eliminate_dead_code()
-    promote(graph)
+    canonical(graph)
     inputs, placeholders = set(subgraph.inputs), subgraph.placeholders
     fixed = _as_placeholders(subgraph.module)
     distinct = list(next(iter(reversed(graph.nodes))).args[0])
-    model, values = translated(graph, OPSET, functions)
+    model, values = translated(graph, OPSET, FORMS)
     model.graph.inputs.clear()
     model.graph.outputs.clear()
     for index, node in enumerate(placeholders):

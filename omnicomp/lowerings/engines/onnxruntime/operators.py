@@ -26,7 +26,6 @@ from omnicomp.lowerings.engines.checks import (
     same_heads,
 )
 from omnicomp.lowerings.engines.onnxruntime.engine import OnnxRuntimeEngine
-from omnicomp.lowerings.engines.onnxruntime.forms import FORMS
 
 _FLOATS: Final = (torch.float32, torch.float16)
 _INTEGERS: Final = (torch.int64, torch.int32)
@@ -35,12 +34,7 @@ _NUMBERS: Final = (*_FLOATS, *_INTEGERS, torch.bool)
 
 
 def _take(names: str, dtypes: tuple[torch.dtype, ...], check: Callable[[Node], str] | None = None) -> None:
-    """Declare overloads by name, such as `add.Tensor`; those that this torch lacks are left out."""
-    for name in names.split():
-        packet, _, overload = name.partition(".")
-        found: Any = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if found is not None:
-            OnnxRuntimeEngine.operators.add(found, convert=FORMS.get(found), dtypes=dtypes, check=check)
+    OnnxRuntimeEngine.operators.take(names, dtypes=dtypes, check=check)
 
 
 def _whole_divisor(node: Node) -> str:

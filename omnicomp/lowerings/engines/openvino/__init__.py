@@ -1,6 +1,6 @@
-"""OpenVINO as an engine: ATen operators as operations of its opset, compiled within a second for a class of sizes."""
+"""OpenVINO as an engine: its own frontend reads the graph, and compiles it within a second for a class of sizes."""
 
-from omnicomp.lowerings.engines.openvino import layers, linear, made, pointwise, reductions, shapes
+from omnicomp.lowerings.engines.openvino import operators
 from omnicomp.lowerings.engines.openvino.engine import OpenVinoEngine
 
-__all__ = ["OpenVinoEngine", "layers", "linear", "made", "pointwise", "reductions", "shapes"]
+__all__ = ["OpenVinoEngine", "operators"]

@@ -1,45 +1,43 @@
-"""The engine: a subgraph becomes an OpenVINO model for its sizes."""
+"""The engine: OpenVINO's frontend for FX graphs makes a model of a subgraph, for its sizes."""
 
 import functools
+import importlib
 import importlib.metadata
 import json
-from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+import math
+from typing import Any, Final
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
-from omnicomp._torch.autograd.decompositions import decompositions_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.base import LoweringContext, Support
-from omnicomp.lowerings.engines.base import EngineExecutable
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable
+from omnicomp.lowerings.engines.canonical import called, canonical
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.lowerings.engines.conversion import Results, TableEngine, convert
 from omnicomp.lowerings.engines.openvino.bounds import overflow
-from omnicomp.lowerings.engines.openvino.executable import OpenVinoExecutable
-from omnicomp.lowerings.engines.openvino.library import OpenVino, openvino, ops, type_of
-from omnicomp.lowerings.engines.shared_decompositions import DECOMPOSITIONS
-from omnicomp.lowerings.engines.subgraph import Subgraph
+from omnicomp.lowerings.engines.openvino.executable import OpenVinoExecutable, openvino, type_of
+from omnicomp.lowerings.engines.subgraph import Results, Subgraph, with_constants
 from omnicomp.lowerings.engines.versions import missing_package
 
 __all__ = ["OpenVinoEngine"]
 
+aten = torch.ops.aten
+
 _PACKAGES: Final = {"openvino": (2025, 1), "numpy": (1, 26)}
 _INSTALL: Final = 'pip install "omnicomp[openvino]"'
+_EXTREMES: Final = {
+    aten.amax.default: -math.inf,
+    aten.max.default: -math.inf,
+    aten.amin.default: math.inf,
+    aten.min.default: math.inf,
+}
+_QUOTIENTS: Final = (aten.div.Tensor, aten.div.Scalar)
+_SUMS: Final = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
-# What torch makes of operators of the table. Nothing random is among them.
-_DECOMPOSED: Final = (
-    *("mse_loss", "smooth_l1_loss", "huber_loss", "glu", "hardshrink", "softshrink"),
-    *("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
-    *("pixel_shuffle", "pixel_unshuffle", "addmv", "addr", "eye", "sinc", "std_mean"),
-    *("aminmax", "unfold", "rot90", "_safe_softmax", "_fused_rms_norm", "logit"),
-    *("_weight_norm_interface", "select_scatter", "diagonal", "nll_loss_forward"),
-    *("lerp",),
-)
 
-
-class OpenVinoEngine(TableEngine):
+class OpenVinoEngine(Engine):
     """OpenVINO on the CPU, for inference.
 
     What is float32 is computed in float32, whatever the processor could do faster; half precision too, and only
@@ -52,7 +50,6 @@ class OpenVinoEngine(TableEngine):
     name = "openvino"
     empty = False  # a broadcast to a shape without elements divides by zero while it is compiled, and ends the process
     clustering = Clustering(dtypes=_DTYPES)
-    decompositions: ClassVar = {**decompositions_of(_DECOMPOSED), **DECOMPOSITIONS}
 
     def missing(self) -> str:
         """OpenVINO, or a newer one."""
@@ -77,40 +74,68 @@ class OpenVinoEngine(TableEngine):
             EngineError: a value does not have torch's shape.
             Exception: what OpenVINO raises.
         """
-        library, results = OpenVino(), Results(subgraph)
-        inputs: list[Any] = []
-        parameters: list[Any] = []
-        called = set(subgraph.inputs)
-        for index, node in enumerate(subgraph.placeholders):
-            fake = fake_value(node)
-            if index in subgraph.constants:
-                inputs.append(library.constant(subgraph.constants[index]))
-            elif node in called:
-                parameters.append(openvino.op.Parameter(type_of(fake.dtype), openvino.PartialShape(list(fake.shape))))
-                inputs.append(parameters[-1].output(0))
-            else:
-                inputs.append(None)
-        values = [convert(subgraph, self.operators, library, inputs)[node] for node in results.nodes]
+        results = Results(subgraph)
+        names = [str(node.target) for node in subgraph.inputs]
+        module = with_constants(subgraph)
+        canonical(module.graph)
+        _avoid_faults(module.graph)
+        model, decoder = _converted(module)
+        ports = {port.get_any_name(): port for port in model.inputs}
+        fakes = {node.name: node.meta["val"] for node in module.graph.find_nodes(op="placeholder")}
+        for name, port in ports.items():
+            port.get_node().set_element_type(type_of(fakes[name].dtype))
+            port.get_node().set_partial_shape(openvino.PartialShape(list(fakes[name].shape)))
+        model.validate_nodes_and_infer_types()
         # A parameter that is a result would be a fault: OpenVINO then writes to the memory of the input.
-        given = [_position(value, parameters) for value in values]
-        computed = [ops.result(v).get_node() for v, place in zip(values, given, strict=True) if place is None]
+        given: list[int | None] = []
+        for result in list(model.get_results()):
+            source = result.input_value(0).get_node()
+            passed = source.get_type_name() == "Parameter"
+            given.append(names.index(source.output(0).get_any_name()) if passed else None)
+            if passed:
+                model.remove_result(result)
         compiled = None
-        if computed:
-            model = openvino.Model(computed, parameters, "subgraph")
+        if None in given:
             compiled = _core().compile_model(model, "CPU", settings(subgraph.threads))
-        return OpenVinoExecutable(compiled, results, given, subgraph, library.held)
+        del decoder  # not before: the model's nodes ask it
+        taken = [names.index(name) for name in ports]
+        return OpenVinoExecutable(compiled, results, (taken, given), subgraph, module)
 
     def loads(self, data: bytes, subgraph: Subgraph) -> EngineExecutable:
         """From what OpenVINO exported."""
-        given, _, body = data.partition(b"\n")
+        head, _, body = data.partition(b"\n")
         compiled = _core().import_model(body, "CPU", settings(subgraph.threads))
-        return OpenVinoExecutable(compiled, Results(subgraph), json.loads(given), subgraph, [])
+        return OpenVinoExecutable(compiled, Results(subgraph), json.loads(head), subgraph, None)
 
 
-def _position(value: Any, parameters: Sequence[Any]) -> int | None:
-    """Which of the parameters a value is; None if it is computed."""
-    node = value.get_node()
-    return next((index for index, each in enumerate(parameters) if each is node or each == node), None)
+def _avoid_faults(graph: Graph) -> None:
+    """Write otherwise what OpenVINO 2026.4 computes wrong.
+
+    Of infinite numbers alone, its largest is the lowest finite one, and its smallest the highest. A sum that keeps its
+    dimensions is not that sum if it is divided by a constant.
+    """
+    for node in list(graph.nodes):
+        if node.target in _QUOTIENTS and isinstance(node.args[1], (int, float)):
+            if getattr(node.args[0], "target", None) in _SUMS:
+                factor = 1 / node.args[1] if node.args[1] else math.inf
+                node.target, node.args = aten.mul.Tensor, (node.args[0], factor)
+        lowest = _EXTREMES.get(node.target)
+        if lowest is None or not fake_value(node).dtype.is_floating_point:
+            continue
+        users, rest = list(node.users), node.args[1:]
+        finite = called(node, aten.ne.Scalar, node.args[0], lowest)
+        finite = called(finite, aten.any.dims if rest else aten.any.default, finite, *rest)
+        hidden = called(finite, aten.logical_not.default, finite)
+        kept = called(hidden, aten.masked_fill.Scalar, node, hidden, lowest)
+        for user in users:
+            user.replace_input_with(node, kept)
+
+
+def _converted(module: GraphModule) -> tuple[Any, Any]:
+    """The model of a graph, and the decoder that has to outlive the conversion."""
+    decoder = importlib.import_module("openvino.frontend.pytorch.fx_decoder").TorchFXPythonDecoder(module)
+    frontend = importlib.import_module("openvino.frontend").FrontEndManager().load_by_framework("pytorch")
+    return frontend.convert(frontend.load(decoder)), decoder
 
 
 def settings(threads: int) -> dict[str, Any]:

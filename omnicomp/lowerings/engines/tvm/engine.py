@@ -8,10 +8,10 @@ import torch
 
 from omnicomp._torch.autograd.decompositions import decompositions_of
 from omnicomp.analysis.nodes import fake_value
-from omnicomp.lowerings.engines.base import EngineExecutable, Session
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.lowerings.engines.conversion import Results, TableEngine, convert, dtype_name, plain
-from omnicomp.lowerings.engines.subgraph import Subgraph
+from omnicomp.lowerings.engines.conversion import convert, dtype_name, plain
+from omnicomp.lowerings.engines.subgraph import Results, Subgraph
 from omnicomp.lowerings.engines.tvm.library import Tvm, relax, tvm
 from omnicomp.lowerings.engines.versions import missing_package
 
@@ -29,7 +29,7 @@ _DECOMPOSED: Final = (
 )
 
 
-class TvmEngine(TableEngine):
+class TvmEngine(Engine):
     """Compiles through Relax's default pipeline, without tuning. Inference on the CPU.
 
     A virtual machine keeps state between setting inputs and reading outputs, so each thread has one of its own. An

@@ -4,7 +4,8 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp.lowerings.engines.conversion import Lazy, dtype_name
+from omnicomp.lowerings.engines.conversion import dtype_name
+from omnicomp.lowerings.engines.lazy import Lazy
 
 __all__ = ["Tvm", "const", "counted", "dims", "dtype_of", "emit", "nn", "op", "relax", "truth", "tvm"]
 

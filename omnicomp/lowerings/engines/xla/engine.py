@@ -13,10 +13,10 @@ from omnicomp._torch.autograd.decompositions import decompositions_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.base import LoweringContext, Support
-from omnicomp.lowerings.engines.base import EngineExecutable
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.lowerings.engines.conversion import Results, TableEngine, convert
-from omnicomp.lowerings.engines.subgraph import Subgraph
+from omnicomp.lowerings.engines.conversion import convert
+from omnicomp.lowerings.engines.subgraph import Results, Subgraph
 from omnicomp.lowerings.engines.versions import missing_package
 from omnicomp.lowerings.engines.xla.executable import XlaExecutable, imported, loaded
 from omnicomp.lowerings.engines.xla.library import Jax, as_jax, jax
@@ -46,7 +46,7 @@ _DECOMPOSED: Final = (
 )
 
 
-class XlaEngine(TableEngine):
+class XlaEngine(Engine):
     """Compiles through `jax.jit`. Weights are copied once, and not part of the program.
 
     JAX's own settings stay as the user has them: 64-bit dtypes and the rest of what a program depends on are set for

@@ -16,7 +16,8 @@ import torch
 
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines.base import EngineExecutable, Session
-from omnicomp.lowerings.engines.conversion import Results, plain
+from omnicomp.lowerings.engines.conversion import plain
+from omnicomp.lowerings.engines.subgraph import Results
 from omnicomp.lowerings.engines.xla.library import jax
 
 __all__ = ["XlaExecutable", "imported", "loaded"]

@@ -5,7 +5,8 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp.lowerings.engines.conversion import Lazy, dtype_name
+from omnicomp.lowerings.engines.conversion import dtype_name
+from omnicomp.lowerings.engines.lazy import Lazy
 
 __all__ = ["HIGHEST", "Jax", "as_jax", "jax", "jnp", "lax", "precision_of"]
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from omnicomp.lowerings.engines.conversion import Lazy, declare_pointwise, form, overloads
+from omnicomp.lowerings.engines.conversion import declare_pointwise, form, overloads
+from omnicomp.lowerings.engines.lazy import Lazy
 from omnicomp.lowerings.engines.xla.engine import XlaEngine
 from omnicomp.lowerings.engines.xla.library import jax, jnp, lax
 
