@@ -56,7 +56,7 @@ class OpenVinoExecutable(EngineExecutable):
             EngineError: a result has another dtype or shape than torch's, or a weight is too large an integer.
         """
         self._compiled, self._results, self._held = compiled, results, held
-        self._taken, self._given = map(list, places)
+        self._taken, self._given = list(places[0]), list(places[1])
         made = [(tuple(fake_value(node).shape), fake_value(node).dtype) for node in results.nodes]
         self._made = [fact for fact, place in zip(made, self._given, strict=True) if place is None]
         ports = [] if compiled is None else compiled.outputs
