@@ -386,6 +386,7 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_backends_overrides_and_versions_that_alternate_never_meet_a_stale_artefact(program: Path) -> None:
     tag = {"TAG": uuid.uuid4().hex}
     ran = ["g0.inference.0", "g0.inference.0/my_digamma"]

@@ -3,12 +3,13 @@
 `test_faults_calls.py` has those of calls, `test_faults_stores.py` those of files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from faults import CUT, EAGER, WHOLE, Place, check, said, without_caches
+from tiers import fast
 
 # What every graph goes through, and what each of its parts does.
 EVERYWHERE = {
@@ -75,15 +76,22 @@ AUTOTUNED = {
 }
 
 
-def moments(*tables: Mapping[str, Place], few: Mapping[str, Place] | None = None) -> Any:
-    """Each place with each moment in which it can raise; of the places in `few`, with two."""
+def moments(*tables: Mapping[str, Place], few: Mapping[str, Place] | None = None, quick: Sequence[str] = ()) -> Any:
+    """Each place with each moment in which it can raise; of the places in `few`, with two.
+
+    In the fast tier each place raises once, and in the moments of `quick`.
+    """
     cases = [(name, place, place.moments) for table in tables for name, place in table.items()]
     cases += [(name, place, place.moments[2:]) for name, place in (few or {}).items()]
-    params = [pytest.param(place, when, id=f"{name}-{when}") for name, place, moments in cases for when in moments]
+    params = [
+        pytest.param(place, when, id=f"{name}-{when}", marks=() if when in ("first", *quick) else pytest.mark.slow)
+        for name, place, moments in cases
+        for when in moments
+    ]
     return pytest.mark.parametrize(("place", "when"), params)
 
 
-@moments(EVERYWHERE, PIECES, OWN)
+@moments(EVERYWHERE, PIECES, OWN, quick=("backward",))
 def test_without_a_compiler(place: Place, when: str, caplog: pytest.LogCaptureFixture) -> None:
     assert check(place, when, EAGER) > 0
     assert said(caplog.text)
@@ -114,7 +122,7 @@ def test_while_autotuning(place: Place, when: str, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("when", ["first", "later", "always"])
+@pytest.mark.parametrize("when", fast(["first", "later", "always"], "first".__eq__))
 @pytest.mark.parametrize("place", CACHES.values(), ids=CACHES)
 def test_in_a_cache(place: Place, when: str, request: pytest.FixtureRequest) -> None:
     """Cold and warm: what can't be read or written is compiled, and what is found is right."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import fast
 from torch.fx import Graph, Node
 
 import omnicomp
@@ -240,7 +241,7 @@ def names_of(part: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("part", ["inference", "forward", "backward"])
+@pytest.mark.parametrize("part", fast(["inference", "forward", "backward"], "backward".__eq__))
 def test_at_every_position_only_the_planted_node_is_in_eager(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = names_of(part, monkeypatch)
     assert len(names) > 4

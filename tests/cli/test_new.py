@@ -119,6 +119,7 @@ def test_its_problem_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_it_installs_and_passes_its_own_tests(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Built from nothing; all of its tests, of the conformance suite the contract alone."""
     write_device("gxu", tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from concurrency import NO_GPU, ONE_THREAD, WIDE, behind_a_fork, in_threads, many_compilations
 from outcomes import PROGRAMS, Outcome, Program, compare, outcome, prepared, run
+from tiers import fast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -73,8 +74,8 @@ SETTINGS = pytest.mark.parametrize(
     "options",
     [
         pytest.param(EAGER, id="eager"),
-        pytest.param({}, marks=pytest.mark.inductor, id="inductor"),
-        pytest.param(CUT, marks=pytest.mark.inductor, id="cut"),
+        pytest.param({}, marks=[pytest.mark.inductor, pytest.mark.slow], id="inductor"),
+        pytest.param(CUT, marks=[pytest.mark.inductor, pytest.mark.slow], id="cut"),
     ],
 )
 
@@ -89,7 +90,7 @@ def test_without_a_compiler(program: Program) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("program", fast(PROGRAMS, lambda p: p.name in UNDER_THREADS), ids=lambda p: p.name)
 def test_with_inductor(program: Program) -> None:
     check(program, INDUCTOR)
     assert omnicomp.audit().mismatches == ()
@@ -174,18 +175,23 @@ def under_threads(program: Program, options: dict[str, Any], *, shared: bool) ->
     assert omnicomp.audit().mismatches == ()
 
 
-@pytest.mark.parametrize("program", CALM if WIDE else named(UNDER_THREADS), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "program",
+    fast(CALM if WIDE else named(UNDER_THREADS), lambda p: p.name in UNDER_THREADS[:3]),
+    ids=lambda p: p.name,
+)
 def test_eight_threads_with_one_each(program: Program) -> None:
     under_threads(program, EAGER, shared=False)
 
 
-@pytest.mark.parametrize("program", shareable(), ids=lambda p: p.name)
+@pytest.mark.parametrize("program", fast(shareable(), lambda p: p.name in UNDER_THREADS[:3]), ids=lambda p: p.name)
 def test_eight_threads_that_share_one(program: Program) -> None:
     under_threads(program, EAGER, shared=True)
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("program", CALM if WIDE else named(UNDER_THREADS[:2]), ids=lambda p: p.name)
+@pytest.mark.slow
 def test_eight_threads_with_one_of_inductors_each(program: Program) -> None:
     under_threads(program, INDUCTOR, shared=False)
 
@@ -202,6 +208,7 @@ def test_every_program_in_a_forked_worker() -> None:
 
 @NO_GPU
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_programs_of_inductors_in_a_forked_worker() -> None:
     options = {**INDUCTOR, **ONE_THREAD}
     programs = without_much_code(PROGRAMS) if WIDE else named(UNDER_THREADS[:2])

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import fast
 
 import omnicomp
 from omnicomp.testing.models import Case, build
@@ -27,7 +28,10 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, scale: float, tole
 # misses in training, while the cross-attention without a bias is fused.
 @pytest.mark.parametrize(
     ("name", "fused", "fused_in_training"),
-    [("bert", 2, 2), ("llama", 2, 2), ("vit", 2, 2), ("t5", 6, 6), ("resnet", 0, 0)],
+    fast(
+        [("bert", 2, 2), ("llama", 2, 2), ("vit", 2, 2), ("t5", 6, 6), ("resnet", 0, 0)],
+        lambda case: case[0] == "llama",
+    ),
 )
 def test_values_gradients_and_sites(name: str, fused: int, fused_in_training: int) -> None:
     case = build(name)
@@ -59,6 +63,7 @@ def test_values_gradients_and_sites(name: str, fused: int, fused_in_training: in
     assert not audit.fallbacks
 
 
+@pytest.mark.slow
 def test_bf16_policy_on_a_real_model() -> None:
     case = build("llama")
     compiled = torch.compile(case.model, backend="omni", options={"dtype_policy": "bf16"})

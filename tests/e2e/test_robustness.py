@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import fast
 from torch import Tensor
 
 import omnicomp
@@ -28,7 +29,7 @@ def digamma_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.inductor
 @pytest.mark.usefixtures("digamma_fails")
-@pytest.mark.parametrize("double", [1, 2])
+@pytest.mark.parametrize("double", fast([1, 2], (2).__eq__))
 def test_a_cut_behind_a_size_that_depends_on_data(double: int) -> None:
     """Torch predicts transposed memory for nonzero, and Inductor's own results don't keep to it."""
 

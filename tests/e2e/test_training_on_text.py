@@ -100,6 +100,7 @@ def test_bfloat16_is_within_the_noise_of_float32() -> None:
     assert beyond_noise(found, reference()) == []
 
 
+@pytest.mark.slow
 def test_bfloat16_with_activation_checkpointing_is_within_the_noise_of_float32() -> None:
     found = curves("bf16", SEEDS[:1], checkpointed=True)
     lowered = [e for e in omnicomp.timeline.events() if isinstance(e, Rewrite) and e.target == "bfloat16"]
@@ -107,6 +108,7 @@ def test_bfloat16_with_activation_checkpointing_is_within_the_noise_of_float32()
     assert beyond_noise(found, reference()[:1]) == []
 
 
+@pytest.mark.slow
 def test_the_criterion_tells_a_lower_learning_rate() -> None:
     found = curves("keep", SEEDS[:1], rate=1.4e-3)
     assert beyond_noise(found, reference()[:1]) != []

@@ -6,6 +6,7 @@ import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from fusion import Backend, compiled, inputs, plain
+from tiers import fast
 
 from omnicomp.devices import resolve_device
 from omnicomp.options.policy import Policy
@@ -178,7 +179,9 @@ def test_derivatives_in_the_graph_are_left_alone(derivative):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("name", "sites"), [("bert", 2), ("llama", 2), ("vit", 2), ("t5", 6)])
+@pytest.mark.parametrize(
+    ("name", "sites"), fast([("bert", 2), ("llama", 2), ("vit", 2), ("t5", 6)], lambda case: case[0] == "t5")
+)
 def test_models_in_inference(name, sites):
     module, arguments = model(name)
     module.eval()
@@ -197,7 +200,10 @@ def test_models_in_inference(name, sites):
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "sites", "trained", "checkpointed"),
-    [("bert", 2, 0, False), ("llama", 2, 0, True), ("vit", 2, 0, False), ("t5", 6, 4, False)],
+    fast(
+        [("bert", 2, 0, False), ("llama", 2, 0, True), ("vit", 2, 0, False), ("t5", 6, 4, False)],
+        lambda case: case[0] == "llama",
+    ),
 )
 def test_models_in_training(name, sites, trained, checkpointed):
     module, arguments = model(name)

@@ -10,6 +10,7 @@ import torch
 from faults import EAGER, WHOLE, without_caches
 from fragile import program, schedule, step
 from tagged import Model, backward, declare, keep, train
+from tiers import fast
 from torch import Tensor
 
 import omnicomp
@@ -48,7 +49,7 @@ def retreats() -> list[tuple[str, str, str]]:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("options", [WHOLE, *CUTS.values()], ids=["whole", *CUTS])
-@MOMENTS
+@pytest.mark.parametrize("when", fast(["first", "later", "always"], "first".__eq__))
 @PARTS
 def test_generated_code_gives_way_to_eager(part: str, when: str, options: dict[str, Any]) -> None:
     expected = step(program)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from concurrency import NO_GPU, ONE_THREAD, behind_a_fork, in_threads, many_compilations
 from faults import CUT, EAGER, WHOLE, Place, check, planted, pretended, program, step, without_caches
+from tiers import fast
 from torch import Tensor
 
 import omnicomp
@@ -58,11 +59,11 @@ def threads_agree(options: dict[str, Any], *, shared: bool) -> None:
         in_threads(work)
 
 
-SHARED = pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+SHARED = pytest.mark.parametrize("shared", fast([True, False], bool), ids=["shared", "own"])
 
 
 @SHARED
-@pytest.mark.parametrize("when", ["first", "always"])
+@pytest.mark.parametrize("when", fast(["first", "always"], "first".__eq__))
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_build_fails_under_threads(place: Place, when: str, shared: bool) -> None:
     with planted(place, when) as raised:
@@ -80,6 +81,7 @@ def test_nodes_are_cut_under_threads(shared: bool) -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("place", COMPILED.values(), ids=COMPILED)
+@pytest.mark.slow
 def test_inductor_fails_under_threads(place: Place) -> None:
     with planted(place, "always") as raised:
         threads_agree(WHOLE, shared=False)

@@ -161,6 +161,7 @@ def test_broken_meanwhile():
     result.stdout.fnmatch_lines(["what fell back can't be told: AcknowledgeError: *pyproject.toml is no TOML*(1 test)"])
 
 
+@pytest.mark.slow
 def test_what_the_project_acknowledges_is_neither_a_failure_nor_in_the_summary(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,9 +122,9 @@ def test_it_measures_again_if_it_is_told_to(verdicts: str) -> None:
     "content",
     [
         b"",
-        b"{",
-        b'{"winner": 1}',
-        b"\xff\xfe",
+        pytest.param(b"{", marks=pytest.mark.slow),
+        pytest.param(b'{"winner": 1}', marks=pytest.mark.slow),
+        pytest.param(b"\xff\xfe", marks=pytest.mark.slow),
         b'{"schema":1,"key":"KEY","value":{"winner":"x","rules":3,"candidates":[]}}',
     ],
 )

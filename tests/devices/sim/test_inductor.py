@@ -49,6 +49,7 @@ def test_generated_kernels_run_where_the_host_may_not_touch_the_memory(in_proces
         assert report["training"]["counters"]["launches"] > 0
 
 
+@pytest.mark.slow
 def test_without_the_launch_the_memory_is_out_of_reach(in_process: Any) -> None:
     program = (
         "import torch, omnicomp.devices.sim; from omnicomp.devices.inductor import DeviceSpec, register;"

@@ -64,6 +64,7 @@ def seen(request: Any, shared_sim: Any, tmp_path_factory: Any) -> dict[str, Any]
     return ast.literal_eval(result.stdout)
 
 
+@pytest.mark.slow
 def test_training_runs_with_the_memory_out_of_the_host_s_reach(in_process: Any) -> None:
     result = in_process(TRAIN, OMNICOMP_SIM_PROTECT="1")
     assert result.returncode == 0, result.stderr

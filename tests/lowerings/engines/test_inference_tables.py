@@ -138,6 +138,7 @@ def test_operators_compute_what_eager_computes(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool], ids=str)
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.slow
 def test_other_dtypes_are_computed_as_in_eager_or_refused(name: str, dtype: torch.dtype) -> None:
     engine = of(name)
     given = (call for call in sampled(engine, SHORT, dtype, 3) if reads(call, dtype))

@@ -172,6 +172,7 @@ DTYPES += [("tvm", dtype) for dtype in (torch.float64, torch.int32, torch.bool)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
+@pytest.mark.slow
 def test_other_dtypes_are_promoted_and_rounded_as_in_eager(name: str, dtype: torch.dtype) -> None:
     engine, compared = of(name), set[Any]()
     given = (call for call in sampled(engine, SHORT, dtype, 3, compared) if dtype in dtypes_of(call))

@@ -1,3 +1,4 @@
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import fast
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import omnicomp
@@ -62,8 +64,10 @@ INPUTS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    fast(itertools.product(UNARY, INPUTS), lambda case: case[0] == "exp" or case[1] == "transposed"),
+)
 def test_an_operator_gives_what_eager_gives(name: str, kind: str) -> None:
     function, x = UNARY[name], INPUTS[kind]()
     found, expected = compiled(function)(x), function(x)

@@ -446,6 +446,7 @@ print(json.dumps([counters[f"autograd_cache_{what}"] for what in ("miss", "hit",
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_a_second_process_takes_the_compiled_graph_from_the_cache(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WARM)

@@ -2,6 +2,8 @@ import json
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
+
 from omnicomp.testing.bringup import Bringup, Row, bringup, to_html, to_text
 from omnicomp.testing.bringup.ladder import STEPS
 
@@ -108,6 +110,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_taken_through_with_an_operator_that_crashes(tmp_path, shared_sim, monkeypatch):
     monkeypatch.setenv("OMNICOMP_CACHE_DIR", shared_sim[1])
     (tmp_path / "mine.py").write_text(_MODEL)

@@ -1,3 +1,5 @@
+import pytest
+
 pytest_plugins = ("pytester",)
 
 _FILE = """
@@ -16,6 +18,7 @@ def test_the_checks_are_tests_of_pytest(pytester):
     result.stdout.fnmatch_lines(["*torch.cpu has no inject_fault*"])
 
 
+@pytest.mark.slow
 def test_the_plug_in_takes_the_device_from_the_command_line(pytester):
     result = pytester.runpytest_inprocess(
         "-p", "omnicomp.testing.conformance.plugin", "--pyargs", "omnicomp.testing.conformance.test_device",
