@@ -109,6 +109,14 @@ def test_the_way_of_a_graph_names_what_is_there() -> None:
         assert re.search(rf"^(def|class) {function}\b", text, re.MULTILINE), (file, function)
 
 
+def test_every_repair_of_torch_is_in_the_table() -> None:
+    table = DESIGN[0].read_text(encoding="utf-8").split("### Repairs")[1]
+    names = set(re.findall(r'name: ClassVar\[str\] = "(repair_\w+)"', SOURCES))
+    issues = set(re.findall(r'issue="(https://\S+)"', SOURCES))
+    assert len(names) > 3
+    assert not {each for each in names | issues if each not in table}
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
 
