@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+
 from chromium import Page, chromium, find_chromium
 from harness import markdown_table
 from made_timelines import large_timeline

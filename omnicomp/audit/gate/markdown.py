@@ -22,13 +22,25 @@ def to_markdown(verdicts: Sequence[Verdict]) -> str:
     Args:
         verdicts: at least one.
     """
-    text = "\n".join(_all(verdicts))
-    if len(text) > _ROOM:  # many reports: the headlines are what there is room for
-        text = "\n".join(line for verdict in verdicts for line in (_headline(verdict, named=True), ""))
-    if len(text) > _ROOM:
-        over = sum(verdict.over for verdict in verdicts)
-        text = f"**omnicomp:** {over} of {len(verdicts)} reports are over the fallback budget.\n"
-    return text
+    # Of many reports there is room for the headlines, or for their number.
+    headlines = (line for verdict in verdicts for line in (_headline(verdict, named=True), ""))
+    for found in (_all(verdicts), headlines):
+        text = _within_room(found)
+        if text is not None:
+            return text
+    over = sum(verdict.over for verdict in verdicts)
+    return f"**omnicomp:** {over} of {len(verdicts)} reports are over the fallback budget.\n"
+
+
+def _within_room(found: Iterator[str]) -> str | None:
+    shown: list[str] = []
+    room = _ROOM + 1
+    for line in found:
+        shown.append(line)
+        room -= len(line) + 1
+        if room < 0:
+            return None
+    return "\n".join(shown)
 
 
 def _all(verdicts: Sequence[Verdict]) -> Iterator[str]:
