@@ -6,7 +6,7 @@ type: its device module (`torch.<type>`), and Inductor's registration.
 
 import abc
 import dataclasses
-import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
+import omnicomp
 from omnicomp._torch.inductor.compile_fx import compile_part, has_inductor
 
 __all__ = ["MEMORY_KEYS", "Capabilities", "Device", "move_module"]
@@ -124,14 +125,14 @@ class Device(abc.ABC):
         return model
 
     def register_override(self, **declaration: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare a hand-written kernel for this device: `omnicomp.override` with `devices` filled in.
+        """Deprecated: `omnicomp.override(devices=...)`.
 
         Raises:
             OverrideError: as `omnicomp.override` does.
         """
-        # It needs the lowerings, which need this module.
-        override = importlib.import_module("omnicomp.lowerings.overrides.registry").override
-        return override(devices=(self.type,), **declaration)
+        text = f"Device.register_override goes in 0.3; use omnicomp.override(devices=({self.type!r},))"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return omnicomp.override(devices=(self.type,), **declaration)
 
     def synchronize(self) -> None:
         """Wait until everything queued on it is done."""

@@ -104,8 +104,11 @@ def test_where_nothing_compiles_it_says_what_to_do() -> None:
     assert "install its driver" in Plain().unavailable_reason()
 
 
-def test_an_override_is_declared_for_the_device() -> None:
-    @Plain().register_override(op=torch.ops.aten.cumsum.default)
+def test_the_former_way_to_declare_an_override_for_a_device() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use omnicomp.override\(devices=\('ipu',\)\)"):
+        declared = Plain().register_override(op=torch.ops.aten.cumsum.default)
+
+    @declared
     def scan(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.cumsum(x, dim, dtype=dtype)
 
@@ -114,7 +117,7 @@ def test_an_override_is_declared_for_the_device() -> None:
         assert item.devices == ("ipu",)
     finally:
         registry.unregister("scan")
-    with pytest.raises(omnicomp.OverrideError):
+    with pytest.raises(omnicomp.OverrideError), pytest.warns(DeprecationWarning, match="goes in"):
         Plain().register_override()(scan)
 
 

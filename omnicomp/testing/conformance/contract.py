@@ -33,9 +33,10 @@ def _available(session: Session) -> str:
 _ABSENT = """
 from omnicomp.devices import BUILT_IN, GROUP
 import importlib.metadata
-classes = dict(BUILT_IN)
+classes = {cls.type: cls for cls in BUILT_IN}
 for entry in importlib.metadata.entry_points(group=GROUP):
-    classes.setdefault(entry.name, entry.load())
+    if entry.name not in classes:
+        classes[entry.name] = entry.load()
 for cls in classes.values():
     device = cls()
     if device.type == {type!r}:
