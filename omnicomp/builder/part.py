@@ -5,8 +5,9 @@ The usual case comes first and costs nothing extra: a graph that goes wholly to 
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -29,20 +30,16 @@ from omnicomp.builder.placement import Plan, Run, place
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.builder.subgraph_checks import described, taken_together
-from omnicomp.errors import LoweringError, Once, first_line
+from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import put_references
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.options.engine_names import engine_names
-from omnicomp.runtime.evidence import Witness
-from omnicomp.runtime.fallback_limit import within_budget
 from omnicomp.runtime.guard import Guard, drawing_devices, obstacle, recorded_as_cudagraph
-from omnicomp.runtime.memory import sampled
-from omnicomp.runtime.profiler_ranges import named
-from omnicomp.runtime.tf32 import with_tf32
 from omnicomp.runtime.verify import Verifier
+from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import NodePlacement, Reason
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump, dump_placement
@@ -163,29 +160,22 @@ class _Builder:
         record.emit_cache(lookups)
         if not isinstance(compiled, compile_fx.CompiledFxGraph):
             return compiled
-        guard: Guard | None = None
+        subgraph, guard = record.subgraph_id(0), None
+        result = dataclasses.replace(executable(compiled), call=compiled.current_callable)
         if self._context.policy.on_error != "raise":
-            written = compile_fx.overwritten_inputs(compiled)
             held = self._inputs if self._context.part == "backward" else ()
-            guard = self._guard(plain, self._inputs, record.subgraph_id(0), compiled.current_callable, written, held)
-            compile_fx.exchange_callable(compiled, lambda _: guard.boxed())
-
-        verifier = self._verifier(plain, self._inputs, record.subgraph_id(0))
-        if verifier is not None:
-            compile_fx.exchange_callable(compiled, verifier.around)
-        compile_fx.exchange_callable(compiled, lambda call: with_tf32(call, self._context))
-        compile_fx.exchange_callable(compiled, lambda call: sampled(call, self._context, record.subgraph_id(0)))
-        compile_fx.exchange_callable(compiled, lambda call: named(call, self._context, record.subgraph_id(0)))
-        compile_fx.exchange_callable(compiled, lambda call: within_budget(call, self._context))
-
-        path, repeatable = compile_fx.generated_python(compiled), obstacle(plain) is None
-        witness = Witness(self._context, "inductor", record.calls(0), path=path, repeatable=repeatable)
-
-        def ran() -> None:
-            if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
-                record.emit_ran(_with_verdict(executable(compiled), verifier), witness)
-
-        compile_fx.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
+            guard = self._guard(plain, self._inputs, subgraph, result, held)
+        wrapped = wrap(
+            result,
+            self._context,
+            subgraph,
+            record.emit_ran,
+            guard=guard,
+            verifier=self._verifier(plain, self._inputs, subgraph),
+            calls=record.calls(0),
+            repeatable=obstacle(plain) is None,
+        )
+        compile_fx.call_first(compiled, wrapped.first, wrapped.later)
         return compiled if self._tunes else not_kept(compiled)
 
     def _verifier(
@@ -214,10 +204,8 @@ class _Builder:
         module: GraphModule,
         inputs: Sequence[Any],
         subgraph: str,
-        call: Any,
-        overwritten: frozenset[str],
+        result: Executable,
         held: Sequence[Any],
-        lowering: str = "inductor",
     ) -> Guard:
         """The guard of an executable; in its eager graph, overrides are their references.
 
@@ -228,15 +216,15 @@ class _Builder:
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         return Guard(
-            call=call,
+            call=result.call,
             inputs=names,
             build=lambda: EagerLowering().lower(put_references(copy_module(module)), inputs, context),
-            overwritten=overwritten & set(names),
+            overwritten=result.overwritten & set(names),
             obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module, context.part),
             draws=drawing_devices(module),
             context=context,
             subgraph=subgraph,
-            lowering=lowering,
+            lowering=result.lowering,
             keep_inputs=0 <= size_of(held)[1] <= eager_artefact.HELD_BYTES,
         )
 
@@ -326,35 +314,30 @@ class _Builder:
         for index, (result, _) in enumerate(results):
             record.emit_cache(result.lookups, index)
         repeatable = obstacle(self._module) is None
-        firsts: list[Callable[[list[Any]], Sequence[Any]]] = []
-        laters: list[Callable[[list[Any]], Sequence[Any]]] = []
+        wrapped: list[Wrapped] = []
         for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
-            guard: Guard | None = None
-            verifier: Verifier | None = None
+            subgraph, guard, verifier = record.subgraph_id(index), None, None
             if result.lowering != "eager":
-                piece = extract(self._module, run.nodes)  # the first was Inductor's to change
-                subgraph = record.subgraph_id(index)
+                piece = extract(self._module, run.nodes)  # the first was the lowering's to change
                 if self._context.policy.on_error != "raise":
                     backward = self._context.part == "backward"
                     held = [fake_value(node) for node in piece.inputs if backward or node.op != "placeholder"]
-                    written, name = result.overwritten, result.lowering
-                    guard = self._guard(piece.module, piece.fake_inputs, subgraph, result.call, written, held, name)
-                    result = dataclasses.replace(result, call=guard.boxed())
-                inputs, name = piece.fake_inputs, result.lowering
-                verifier = self._verifier(piece.module, inputs, subgraph, name)
-                if verifier is not None:
-                    result = dataclasses.replace(result, call=verifier.around(result.call))
-            call = with_tf32(result.call, self._context)
-            call = sampled(call, self._context, record.subgraph_id(index))
-            call = named(call, self._context, record.subgraph_id(index), result.lowering)
-            result = dataclasses.replace(result, call=within_budget(call, self._context))
-            witness = Witness(
-                self._context, result.lowering, record.calls(index), path=result.generated, repeatable=repeatable
+                    guard = self._guard(piece.module, piece.fake_inputs, subgraph, result, held)
+                verifier = self._verifier(piece.module, piece.fake_inputs, subgraph, result.lowering)
+            wrapped.append(
+                wrap(
+                    result,
+                    self._context,
+                    subgraph,
+                    functools.partial(record.emit_ran, index=index),
+                    guard=guard,
+                    verifier=verifier,
+                    calls=record.calls(index),
+                    repeatable=repeatable,
+                )
             )
-            firsts.append(_attested(record, index, result, witness, guard, verifier))
-            laters.append(witness.later(result.call))
         code = stitching(self._module, pieces)
-        call = code.bind(firsts, laters)
+        call = code.bind([each.first for each in wrapped], [each.later for each in wrapped])
         built = [(extract(self._module, run.nodes), *result) for run, result in zip(plan.runs, results, strict=True)]
         failed = bool(self._cut or self._boundaries or not self._tunes)
         keep(call, code, built, record, self._inputs, self._context, failed=failed)
@@ -396,42 +379,6 @@ class _Builder:
         with self._building(builder.name, subgraph, len(nodes)), self._tuning():
             result = builder.lower(piece.module, piece.fake_inputs, self._context)
         self._built[_key(nodes)] = (result, time.perf_counter() - start)
-
-
-def _attested(
-    record: PartRecord,
-    index: int,
-    result: Executable,
-    witness: Witness,
-    guard: Guard | None,
-    verifier: Verifier | None,
-) -> Callable[[list[Any]], Sequence[Any]]:
-    """A callable that records, on its first call, what ran."""
-
-    def ran() -> None:
-        if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
-            record.emit_ran(_with_verdict(result, verifier), witness, index)
-
-    once = Once(ran)
-
-    def first_call(inputs: list[Any]) -> Sequence[Any]:
-        outputs = witness.first(result.call, inputs)
-        once()
-        return outputs
-
-    return first_call
-
-
-def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
-    """The executable with the result of its verification in its evidence."""
-    if verifier is None:
-        return result
-
-    def attest() -> tuple[str, dict[str, int]]:
-        evidence, kernels = result.attest()
-        return f"{evidence}; {verifier.verdict}", kernels
-
-    return dataclasses.replace(result, attest=attest)
 
 
 def _untunable(error: BaseException) -> Reason:

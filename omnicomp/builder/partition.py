@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.symbols import free_symbols
 from omnicomp.analysis.nodes import fake_value
 
-__all__ = ["Piece", "Stitching", "extract", "gather_getitems", "stitch", "stitching"]
+__all__ = ["Piece", "Stitching", "extract", "gather_getitems", "stitching"]
 
 
 Call = Callable[[list[Any]], Sequence[Any]]
@@ -124,12 +124,12 @@ class Stitching:
     source: str
     constants: dict[str, Any]
 
-    def bind(self, calls: Sequence[Call], later: Sequence[Call] | None = None) -> Call:
+    def bind(self, calls: Sequence[Call], later: Sequence[Callable[[], Call]] | None = None) -> Call:
         """The function, with what to call for each piece.
 
         Args:
             calls: what to call for each piece, with the list of its inputs.
-            later: what to call instead once a call of that has returned.
+            later: asked for what to call instead once a call of that has returned.
 
         Returns:
             A function of the list of the part's inputs, which it clears; it returns the part's outputs.
@@ -174,19 +174,12 @@ def stitching(module: GraphModule, pieces: Sequence[Piece]) -> Stitching:
     return Stitching(source=f"def call(inputs):\n    {body}\n", constants=constants)
 
 
-def stitch(
-    module: GraphModule, pieces: Sequence[Piece], calls: Sequence[Call], later: Sequence[Call] | None = None
-) -> Call:
-    """The code that calls the pieces of a part in order (`stitching`), bound to what to call (`Stitching.bind`)."""
-    return stitching(module, pieces).bind(calls, later)
-
-
-def _until_first(namespace: dict[str, Any], name: str, first: Call, later: Call) -> Call:
-    """Call `first`, and put `later` in its place once it has returned: generated code looks its globals up by name."""
+def _until_first(namespace: dict[str, Any], name: str, first: Call, later: Callable[[], Call]) -> Call:
+    """Call `first`, and put what `later` gives in its place: generated code looks its globals up by name."""
 
     def run(inputs: list[Any]) -> Sequence[Any]:
         outputs = first(inputs)
-        namespace[name] = later
+        namespace[name] = later()
         return outputs
 
     return run

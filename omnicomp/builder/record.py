@@ -30,10 +30,7 @@ from omnicomp.lowerings.override import PlannedCall, override_of, planned, plann
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.tag import matched_at
 from omnicomp.runtime.evidence import Witness
-from omnicomp.runtime.fallback_limit import within_budget
-from omnicomp.runtime.memory import sampled
-from omnicomp.runtime.profiler_ranges import named
-from omnicomp.runtime.tf32 import with_tf32
+from omnicomp.runtime.wrappers import wrap
 from omnicomp.timeline import (
     Attempt,
     Boundary,
@@ -340,27 +337,20 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any) -> No
         context: where the part belongs now.
         compiled: the restored graph.
     """
-    result = executable(compiled)
+    result = dataclasses.replace(executable(compiled), call=compiled.current_callable)
+    subgraph, guard = f"{context.part_id}.0", None
     subgraphs, overrides = read_record(
-        kept.record, context, compile_fx.artefact_key(compiled), {f"{context.part_id}.0": result.artefact}
+        kept.record, context, compile_fx.artefact_key(compiled), {subgraph: result.artefact}
     )
-    guard = None
     if kept.fallback and context.policy.on_error != "raise":
         guard = eager_artefact.guard(kept.fallback, context, compiled, recorded=kept.recorded)
-        compile_fx.exchange_callable(compiled, lambda _: guard.boxed())
-    compile_fx.exchange_callable(compiled, lambda call: with_tf32(call, context))
-    compile_fx.exchange_callable(compiled, lambda call: sampled(call, context, f"{context.part_id}.0"))
-    compile_fx.exchange_callable(compiled, lambda call: named(call, context, f"{context.part_id}.0"))
-    compile_fx.exchange_callable(compiled, lambda call: within_budget(call, context))
 
-    def ran() -> None:
-        if guard is None or not guard.stepped_down:
-            emit_ran(context, subgraphs, result, witness)
+    def emit(result: Executable, witness: Witness) -> None:
+        emit_ran(context, subgraphs, result, witness)
 
     # What the graph writes to is not known here, so that a forward can't be given up.
-    path = compile_fx.generated_python(compiled)
-    witness = Witness(context, "inductor", overrides, path=path, repeatable=False)
-    compile_fx.call_once_before_restoring(compiled, ran, witness.first, witness.after_first)
+    wrapped = wrap(result, context, subgraph, emit, guard=guard, calls=overrides, repeatable=False)
+    compile_fx.call_first(compiled, wrapped.first, wrapped.later)
 
 
 def read_record(

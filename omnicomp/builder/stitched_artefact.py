@@ -22,15 +22,12 @@ from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
 from omnicomp.builder.partition import Call, Piece, Stitching
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off, emit_ran, read_record
-from omnicomp.errors import Once, first_line
+from omnicomp.errors import first_line
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.runtime.evidence import Witness
-from omnicomp.runtime.fallback_limit import within_budget
-from omnicomp.runtime.memory import sampled
-from omnicomp.runtime.profiler_ranges import named
-from omnicomp.runtime.tf32 import with_tf32
+from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import Cache, Subgraph
 
 __all__ = ["keep", "restoring"]
@@ -141,17 +138,16 @@ def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], L
         emit_cudagraphs_off(where)
     artefacts = {f"{where.part_id}.{index}": result.artefact for index, result in enumerate(results)}
     rows, overrides = read_record(data["record"], where, compile_fx.artefact_key(compiled), artefacts, whole=False)
-    firsts: list[Call] = []
-    laters: list[Call] = []
+    wrapped: list[Wrapped] = []
     for index, (piece, result) in enumerate(zip(data["pieces"], results, strict=True)):
         id = f"{where.part_id}.{index}"
         own = [row for row in rows if row.subgraph == id or row.subgraph.startswith(f"{id}/")]
         calls = [call for call in overrides if any(row.subgraph == call.subgraph for row in own)]
-        first, later = _guarded(index, piece, result, own, calls, where)
-        firsts.append(first)
-        laters.append(later)
+        wrapped.append(_wrapped(index, piece, result, own, calls, where))
     constants = {name: load_constant(value) for name, value in data["constants"].items()}
-    return Stitching(source=data["source"], constants=constants).bind(firsts, laters)
+    return Stitching(source=data["source"], constants=constants).bind(
+        [each.first for each in wrapped], [each.later for each in wrapped]
+    )
 
 
 def _restored(data: dict[str, Any], graph: Any) -> Executable:
@@ -170,15 +166,15 @@ def _restored(data: dict[str, Any], graph: Any) -> Executable:
     return Executable(lowering=data["lowering"], call=run, attest=lambda: (evidence, kernels))
 
 
-def _guarded(
+def _wrapped(
     index: int,
     data: dict[str, Any],
     result: Executable,
     rows: Sequence[Subgraph],
     calls: Sequence[PlannedCall],
     context: LoweringContext,
-) -> tuple[Call, Call]:
-    """The callables of the first call and of later ones, as for a subgraph that was just built."""
+) -> Wrapped:
+    """What to call: as for a subgraph that was just built."""
     guard = None
     if "fallback" in data and context.policy.on_error != "raise":
         guard = eager_artefact.guard_call(
@@ -190,24 +186,12 @@ def _guarded(
             lowering=result.lowering,
             around=lambda run: _with_references(run, calls),
         )
-        result = dataclasses.replace(result, call=guard.boxed())
-    call = sampled(with_tf32(result.call, context), context, f"{context.part_id}.{index}")
-    call = within_budget(named(call, context, f"{context.part_id}.{index}", result.lowering), context)
+
+    def emit(result: Executable, witness: Witness) -> None:
+        emit_ran(context, rows, result, witness)
+
     # What the graph writes to is not known here, so that a forward can't be given up.
-    witness = Witness(context, result.lowering, calls, path=result.generated, repeatable=False)
-
-    def ran() -> None:
-        if guard is None or not guard.stepped_down:
-            emit_ran(context, rows, result, witness)
-
-    once = Once(ran)
-
-    def first(inputs: list[Any]) -> Sequence[Any]:
-        outputs = witness.first(call, inputs)
-        once()
-        return outputs
-
-    return first, witness.later(call)
+    return wrap(result, context, f"{context.part_id}.{index}", emit, guard=guard, calls=calls, repeatable=False)
 
 
 def _with_references(run: Call, calls: Sequence[PlannedCall]) -> Call:

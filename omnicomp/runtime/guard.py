@@ -175,6 +175,11 @@ class Guard:
         self.stepped_down = False
         self.differentiated = False
 
+    def around(self, call: Boxed) -> Boxed:
+        """A boxed callable that steps down from `call`."""
+        self.call = call
+        return self.boxed()
+
     def boxed(self) -> Boxed:
         """The callable: one Python frame more, which does nothing unless a call raises or an input has a tangent."""
         if self.draws and self.obstacle is None:

@@ -28,7 +28,7 @@ EVERYWHERE = {
     "setbacks": Place("omnicomp.builder.part", "Setbacks"),
     "placement": Place("omnicomp.builder.part", "place"),
     "record": Place("omnicomp.builder.part", "PartRecord"),
-    "witness": Place("omnicomp.builder.part", "Witness"),
+    "witness": Place("omnicomp.builder.part", "wrap"),
     "attestation": Place("omnicomp.builder.record", "emit_ran", parts=False),
 }
 PIECES = {

@@ -4,7 +4,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp.builder.partition import extract, gather_getitems, stitch
+from omnicomp.builder.partition import extract, gather_getitems, stitching
 from omnicomp.builder.placement import place
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings import LoweringContext, in_order
@@ -78,7 +78,7 @@ def test_stitched_pieces_compute_what_the_graph_computes() -> None:
         pieces = [extract(module, chunk) for chunk in chunks]
         calls = [lambda inputs, piece=piece: piece.module(*inputs) for piece in pieces]
         inputs = [x]
-        result = stitch(module, pieces, calls)(inputs)
+        result = stitching(module, pieces).bind(calls)(inputs)
         assert inputs == [], "the boxed convention clears the inputs"
         torch.testing.assert_close(tuple(result), program(x))
 
@@ -96,6 +96,6 @@ def test_mutations_keep_their_place() -> None:
     x = torch.rand(3)
     expected_x = x.clone()
     expected = mutating(expected_x)
-    (result,) = stitch(module, pieces, calls)([x])
+    (result,) = stitching(module, pieces).bind(calls)([x])
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(x, expected_x)

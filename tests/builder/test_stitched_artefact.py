@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import omnicomp
 from omnicomp.builder import eager_artefact as fallbacks
-from omnicomp.builder.partition import extract, stitch
+from omnicomp.builder.partition import extract, stitching
 
 SEEN: list[StorageWeakRef] = []
 ALIVE: list[list[bool]] = []
@@ -175,7 +175,7 @@ def test_a_call_is_exchanged_once_it_returned_and_not_before() -> None:
 
     firsts = [call("first sin", torch.sin, fails=True), call("first add", torch.add)]
     laters = [call("sin", torch.sin), call("add", torch.add)]
-    stitched: Any = stitch(module, pieces, firsts, laters)
+    stitched: Any = stitching(module, pieces).bind(firsts, [lambda each=each: each for each in laters])
     x, y = torch.ones(3), torch.full((3,), 2.0)
     with pytest.raises(ValueError, match="first sin"):
         stitched([x, y])
@@ -205,5 +205,5 @@ def test_what_nobody_reads_is_freed_at_once() -> None:
         assert reference.expired()
         return [values.pop().sin()]
 
-    (result,) = stitch(module, [extract(module, [node])], [sin])(inputs)
+    (result,) = stitching(module, [extract(module, [node])]).bind([sin])(inputs)
     torch.testing.assert_close(result, torch.ones(3).sin())

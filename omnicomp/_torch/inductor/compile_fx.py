@@ -30,7 +30,6 @@ from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
 from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.scheduler_order import written_before_read
-from omnicomp.errors import Once
 
 __all__ = [
     "CompiledFxGraph",
@@ -42,14 +41,13 @@ __all__ = [
     "autograd_cache",
     "cache_dir",
     "cache_tag",
-    "call_once_before_restoring",
+    "call_first",
     "compile_fx",
     "compile_part",
     "config_keys",
     "config_patches",
     "direct",
     "disable_cudagraphs",
-    "exchange_callable",
     "external_kernels",
     "failing_node",
     "fallback_random",
@@ -273,31 +271,20 @@ def external_kernels(compiled: Any) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def call_once_before_restoring(
-    compiled: CompiledFxGraph,
-    record: Callable[[], None],
-    first: Callable[[Callable[..., Any], Any], Any] = lambda call, inputs: call(inputs),
-    later: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call,
+def call_first(
+    compiled: CompiledFxGraph, first: Callable[[list[Any]], Any], later: Callable[[], Callable[..., Any]]
 ) -> None:
-    """Call `record` after the first successful call of a compiled graph; later calls pay nothing.
-
-    The graph's callable is replaced, and put back by the first call itself.
+    """Put what surrounds the callable of a compiled graph in its place; later calls pay nothing for the first.
 
     Args:
         compiled: the graph.
-        record: called once.
-        first: makes the first call, given the callable and its inputs.
-        later: asked after that for what to call from then on, given the same callable.
+        first: makes the first call.
+        later: asked after that for what to call from then on.
     """
-    original = compiled.current_callable
-    if original is None:
-        raise ValueError("the compiled graph has no callable yet; call this after post_compile")
-    once = Once(record)
 
-    def first_call(inputs: Sequence[Any]) -> Any:
-        outputs = first(original, inputs)
-        compiled.current_callable = later(original)
-        once()
+    def first_call(inputs: list[Any]) -> Any:
+        outputs = first(inputs)
+        compiled.current_callable = later()
         return outputs
 
     compiled.current_callable = first_call
@@ -323,13 +310,6 @@ def direct(compiled: Any) -> Callable[[list[Any]], Sequence[Any]]:
         return outputs
 
     return directly
-
-
-def exchange_callable(compiled: CompiledFxGraph, exchange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what `exchange` makes of a compiled graph's callable in its place."""
-    if compiled.current_callable is None:
-        raise ValueError("the compiled graph has no callable yet; call this after post_compile")
-    compiled.current_callable = exchange(compiled.current_callable)
 
 
 _REUSE: Final = re.compile(r"= (\w+); del \1\b.*# reuse")
