@@ -55,7 +55,11 @@ class LogSink:
         log = self._loggers.get(kind, self._other)
         if not log.isEnabledFor(logging.INFO):
             return
-        level, line = _LINES.get(kind, _detail)(record)
+        if kind in _TEMPLATES:
+            level, template = _TEMPLATES[kind]
+            line = template.format(**record, where=_where(record), at=_at(record), why=_why(record))
+        else:
+            level, line = _LINES.get(kind, _detail)(record)
         if log.isEnabledFor(level):
             log.log(level, "%s", one_line(line))
         for node in record.get("declined", ()) if log.isEnabledFor(logging.DEBUG) else ():
@@ -95,24 +99,10 @@ def _capture(record: Record) -> tuple[int, str]:
     return logging.INFO, f"{record['graph']} {record['function']}: {', '.join(facts)}"
 
 
-def _option(record: Record) -> tuple[int, str]:
-    asked = f"option {record['key']} is {record['effective']}, not {record['requested']}"
-    return logging.INFO, f"{record['graph']}: {asked}: {_why(record)}"
-
-
 def _pass_run(record: Record) -> tuple[int, str]:
     did = f"rewrote {record['rewrites']} places" if record["modified"] else "changed nothing"
     level = logging.INFO if record["modified"] else logging.DEBUG
     return level, f"{record['graph']}: {record['name']} {did} in {record['seconds']:.3f} s. {record['note']}"
-
-
-def _rewrite(record: Record) -> tuple[int, str]:
-    what = f"{record['name']} rewrote {record['node']}{_at(record)} to {record['target']}"
-    return logging.DEBUG, f"{record['graph']}: {what}. {record['detail']}"
-
-
-def _near_miss(record: Record) -> tuple[int, str]:
-    return logging.DEBUG, f"{record['graph']}: {record['name']} left {record['node']}{_at(record)}: {_why(record)}"
 
 
 def _placement(record: Record) -> tuple[int, str]:
@@ -129,19 +119,6 @@ def _attempt(record: Record) -> tuple[int, str]:
     return level, f"{_where(record)}: not on {record['lowering']}: {_why(record) or record['skipped']}"
 
 
-def _retreat(record: Record) -> tuple[int, str]:
-    moved = f"{record['source_lowering']} gave way to {record['target_lowering']}"
-    return logging.INFO, f"{_where(record)}: {moved}: {_why(record)}"
-
-
-def _ran(record: Record) -> tuple[int, str]:
-    return logging.INFO, f"{_where(record)}: ran on {record['lowering']}: {record['evidence']}"
-
-
-def _verification(record: Record) -> tuple[int, str]:
-    return logging.INFO, f"{_where(record)}: {record['name']} is {record['state']}: {record['detail']}"
-
-
 def _cache(record: Record) -> tuple[int, str]:
     why = "; ".join(piece for piece in (record["note"], *record["changed"]) if piece)
     return logging.INFO, f"{_where(record)}: {record['cache']} {record['verdict']}{f': {why}' if why else ''}"
@@ -153,16 +130,19 @@ def _detail(record: Record) -> tuple[int, str]:
     return logging.DEBUG, f"{_where(record)}: {record['type']}: {fields}"
 
 
+# Of those that need no more than their fields; `where`, `at` and `why` are worked out of these.
+_TEMPLATES: Final[dict[str, tuple[int, str]]] = {
+    "option": (logging.INFO, "{graph}: option {key} is {effective}, not {requested}: {why}"),
+    "rewrite": (logging.DEBUG, "{graph}: {name} rewrote {node}{at} to {target}. {detail}"),
+    "near_miss": (logging.DEBUG, "{graph}: {name} left {node}{at}: {why}"),
+    "retreat": (logging.INFO, "{where}: {source_lowering} gave way to {target_lowering}: {why}"),
+    "ran": (logging.INFO, "{where}: ran on {lowering}: {evidence}"),
+    "verification": (logging.INFO, "{where}: {name} is {state}: {detail}"),
+}
 _LINES: Final[dict[str, Callable[[Record], tuple[int, str]]]] = {
     "capture": _capture,
-    "option": _option,
     "pass_run": _pass_run,
-    "rewrite": _rewrite,
-    "near_miss": _near_miss,
     "placement": _placement,
     "attempt": _attempt,
-    "retreat": _retreat,
-    "ran": _ran,
-    "verification": _verification,
     "cache": _cache,
 }
