@@ -11,7 +11,7 @@ from rich.text import Text
 
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.escapes import markdown
-from omnicomp.audit.views.form import encode
+from omnicomp.audit.views.jsonform import encode
 from omnicomp.audit.views.rows import cell, plural, table
 from omnicomp.timeline import Reason
 

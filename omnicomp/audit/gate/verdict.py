@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from omnicomp.audit.model import Report
-from omnicomp.audit.views.form import encode
+from omnicomp.audit.views.jsonform import encode
 from omnicomp.audit.views.rows import percent, plural, reason_text, short_source
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Reason

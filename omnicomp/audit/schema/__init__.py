@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
 from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Environment, Fallback, GraphAudit, Report
-from omnicomp.audit.views.form import keys
+from omnicomp.audit.views.jsonform import keys
 from omnicomp.timeline import CODES, Reason
 
 __all__ = ["FILE", "generate", "load"]

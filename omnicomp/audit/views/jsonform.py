@@ -1,20 +1,172 @@
-"""The audit as JSON, the same read back, and the part of it that two runs of one program share.
+"""The report as JSON, the same read back, and the part of it that two runs of one program share.
 
-`docs/audit.md` describes the form, and `schema/report-2.json` checks it. A reader ignores unknown keys; keys are only
-added within a schema.
+An object has a key for each field of its dataclass, and some for what is computed (`_DERIVED`), which a reader ignores.
+What the place of an object says is left out: the events of a subgraph have no `part` and no `subgraph`.
+`omnicomp.audit.schema` makes the JSON Schema from the same keys, and `docs/audit.md` describes the form. A reader
+ignores unknown keys; keys are only added within a schema.
 """
 
+import dataclasses
+import functools
 import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
-from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, GraphAudit, Report
-from omnicomp.audit.views.form import decode, encode
+from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, GraphAudit, Merge, PartAudit, Report, SubgraphAudit, TimeUse
 from omnicomp.audit.views.rows import summary
 from omnicomp.errors import ReportError
+from omnicomp.timeline import Event, Reason
 
-__all__ = ["from_dict", "from_json", "stable", "to_dict", "to_json"]
+__all__ = ["Key", "decode", "encode", "from_dict", "from_json", "keys", "stable", "to_dict", "to_json"]
+
+_DERIVED: Final[dict[type, tuple[str, ...]]] = {
+    GraphAudit: ("compile_seconds",),
+    SubgraphAudit: ("lowering", "mismatch", "seconds", "artefact"),
+    Merge: ("sentence",),
+    TimeUse: ("mean",),
+}
+# What an object says of all that is inside it, by the field that says it.
+_SAYS: Final[dict[type, tuple[str, str]]] = {
+    GraphAudit: ("id", "graph"),
+    PartAudit: ("name", "part"),
+    SubgraphAudit: ("id", "subgraph"),
+}
+_HIDDEN: Final = frozenset({"seq"})
+# The report is not that deep; an option that a user passed may be.
+_DEEPEST: Final = 64
+
+Said = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of the objects that stand for a dataclass.
+
+    Attributes:
+        name: the key.
+        hint: type of its value.
+        derived: whether it is computed from the others.
+        placed: whether it is left out where the object's place says it.
+        required: whether it must be there.
+    """
+
+    name: str
+    hint: Any
+    derived: bool = False
+    placed: bool = False
+    required: bool = False
+
+
+@functools.cache
+def keys(cls: type) -> tuple[Key, ...]:
+    """The keys of the objects that stand for a dataclass, in order."""
+    hints = get_type_hints(cls)
+    placed = {"graph", "part", "subgraph"} if issubclass(cls, (Event, SubgraphAudit)) else set[str]()
+    found: list[Key] = []
+    for field in dataclasses.fields(cls):
+        if field.name in _HIDDEN:
+            continue
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        found.append(Key(field.name, hints[field.name], placed=field.name in placed, required=required))
+    for name in _DERIVED.get(cls, ()):
+        found.append(Key(name, get_type_hints(getattr(cls, name).fget)["return"], derived=True))
+    return tuple(found)
+
+
+def encode(value: Any, said: frozenset[str] = frozenset(), depth: int = 0) -> Any:
+    """A part of the report as JSON types.
+
+    Args:
+        value: a dataclass of the report, a container of such, or a plain value.
+        said: the keys that the place of the value says already.
+        depth: how many containers the value is inside of.
+    """
+    if depth > _DEEPEST:
+        return "…"
+    if isinstance(value, Reason):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cls = type(value)
+        inside = said | {_SAYS[cls][1]} if cls in _SAYS else said
+        return {
+            key.name: encode(getattr(value, key.name), inside, depth + 1)
+            for key in keys(cls)
+            if not (key.placed and key.name in said)
+        }
+    if isinstance(value, (tuple, list)):
+        return [encode(item, said, depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): encode(item, said, depth + 1) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such number
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def decode(hint: Any, data: Any, where: str, said: Said | None = None) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        hint: type of the value.
+        data: JSON types.
+        where: path of the value in the report, for the error.
+        said: what the place of the value says, by key.
+
+    Raises:
+        ReportError: the data is not of that type; the message names the place.
+    """
+    said = said or {}
+    if hint is Any:
+        return data
+    if isinstance(hint, UnionType):
+        if data is None:
+            return None
+        return decode(next(kind for kind in get_args(hint) if kind is not type(None)), data, where, said)
+    origin = get_origin(hint) or hint
+    if origin is tuple:
+        inner = get_args(hint)[0]
+        return tuple(decode(inner, item, f"{where}[{i}]", said) for i, item in enumerate(_kind(data, list, where)))
+    if origin is dict:
+        inner = get_args(hint)[1]
+        return {key: decode(inner, item, f"{where}.{key}", said) for key, item in _kind(data, dict, where).items()}
+    if hint is Reason:
+        for key in ("code", "sentence"):
+            if not _kind(data, dict, where).get(key):
+                raise ReportError(f"{where} has no {key!r}")
+        known = {field.name for field in dataclasses.fields(Reason)}
+        return Reason.from_dict({k: _kind(v, str, f"{where}.{k}") for k, v in data.items() if k in known})
+    if dataclasses.is_dataclass(hint):
+        return _object(hint, _kind(data, dict, where), where, said)
+    if hint is float:
+        return math.nan if data is None else float(_kind(data, (int, float), where))
+    return _kind(data, hint, where)
+
+
+def _object(cls: Any, data: dict[str, Any], where: str, said: Said) -> Any:
+    if cls in _SAYS:
+        field, name = _SAYS[cls]
+        said = {**said, name: str(data.get(field, ""))}
+    values: dict[str, Any] = {}
+    for key in keys(cls):
+        if key.derived:
+            continue
+        if key.name in data:
+            values[key.name] = decode(key.hint, data[key.name], f"{where}.{key.name}", said)
+        elif key.placed and key.name in said:
+            values[key.name] = said[key.name]
+        elif key.required:
+            raise ReportError(f"{where} has no {key.name!r}")
+    return cls(**values)
+
+
+def _kind(data: Any, kinds: Any, where: str) -> Any:
+    accepted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(data, accepted) or (isinstance(data, bool) and bool not in accepted):
+        raise ReportError(f"{where} can't be {type(data).__name__}")
+    return data
+
 
 # What a run leaves behind on a disk or reads off a clock; a cold and a warm start differ in nothing else.
 _VOLATILE: Final = frozenset(

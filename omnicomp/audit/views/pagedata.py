@@ -9,10 +9,10 @@ from typing import Any, Final
 from omnicomp.audit.model import GraphAudit, Merge, PartAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.excerpts import Excerpts
-from omnicomp.audit.views.moduletree import BASES, basis_of
 from omnicomp.audit.views.rows import summary
 from omnicomp.audit.views.slices import Lane, Moment, Slice, lanes, moments
 from omnicomp.audit.views.style import tones
+from omnicomp.audit.views.tree import BASES, basis_of
 from omnicomp.timeline import Candidate, NearMiss, Reason, Rewrite
 from omnicomp.timeline.text import printable
 

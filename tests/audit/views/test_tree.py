@@ -4,8 +4,7 @@ from made_timelines import large_timeline
 from rich.console import Console
 
 from omnicomp.audit import Audit, build
-from omnicomp.audit.views.moduletree import basis_of, module_trees
-from omnicomp.audit.views.tree import to_tree, tree_renderables
+from omnicomp.audit.views.tree import basis_of, module_trees, to_tree, tree_renderables
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Ran, Reason, Subgraph
 
 
