@@ -11,9 +11,20 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["all_nodes", "boxed", "copy_module", "describe", "fake_value", "run_on_fakes", "submodules"]
+__all__ = [
+    "all_nodes",
+    "boxed",
+    "copy_module",
+    "describe",
+    "fake_value",
+    "forget_tensors",
+    "run_on_fakes",
+    "submodules",
+    "traced_call",
+]
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -142,3 +153,37 @@ def describe(module: GraphModule, inputs: Sequence[Any]) -> None:
     with mode:
         fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) and not is_fake(v) else v for v in inputs]
         Describing(module).run(*fakes)
+
+
+def forget_tensors(module: GraphModule) -> None:
+    """Drop the parameters and constants of a graph that is not called any more, and of the graphs that it calls.
+
+    A graph and its module refer to each other. What they refer to besides, such as the state of an optimizer, would
+    live until the garbage collector comes by.
+
+    Args:
+        module: a copy of ours, as `copy_module` makes it: the tensors are shared with the program, the containers not.
+    """
+    for child in module.children():
+        if isinstance(child, GraphModule):
+            forget_tensors(child)
+    module._parameters.clear()
+    module._buffers.clear()
+    for name, value in list(vars(module).items()):
+        if isinstance(value, torch.Tensor):
+            delattr(module, name)
+
+
+def traced_call(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[GraphModule, list[Any]]:
+    """Trace a function without gradients.
+
+    Args:
+        function: takes the inputs and returns a tuple of tensors.
+        inputs: real tensors.
+
+    Returns:
+        The graph, and the fake tensors of its inputs.
+    """
+    with torch.no_grad():
+        module = make_fx(function, tracing_mode="fake")(*inputs)
+    return module, [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]

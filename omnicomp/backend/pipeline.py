@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 
 from omnicomp import passes, weights
 from omnicomp._torch.dynamo import control_flow, late_compile, threads
-from omnicomp._torch.fx import copy_module
+from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
-from omnicomp._torch.inductor.free_tensors import forget_tensors
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.analysis.random_state import generator_states

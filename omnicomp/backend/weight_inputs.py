@@ -7,9 +7,8 @@ from torch.fx import GraphModule
 
 from omnicomp import weights
 from omnicomp._torch import parameters
-from omnicomp._torch.fx import copy_module
+from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
-from omnicomp._torch.inductor.free_tensors import forget_tensors
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.errors import Once
 from omnicomp.options.dtype_policy import parse_dtype_policy

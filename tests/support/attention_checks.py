@@ -24,7 +24,6 @@ from attention_sampling import random_program, sample
 from torch import Tensor, nn
 
 import omnicomp
-from omnicomp._torch.dynamo.dynamic import mark_dynamic
 from omnicomp.timeline import Retreat
 
 __all__ = ["Built", "Mismatch", "Outcome", "Program", "Tally", "Unsuited", "build", "check", "random_program", "sample"]
@@ -165,7 +164,7 @@ def _mark(calls: tuple[dict[str, Tensor], ...]) -> None:
     for name, first in calls[0].items():
         for dimension, (here, there) in enumerate(zip(first.shape, calls[1][name].shape, strict=True)):
             if here != there and here > 1:
-                mark_dynamic(first, dimension)
+                torch._dynamo.mark_dynamic(first, dimension)
 
 
 def _dtype(x: Tensor) -> Any:

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from omnicomp._torch.inductor.cache_folder import cache_folder
+from omnicomp import store
 from omnicomp.errors import DeviceError
 
 __all__ = ["SOURCES", "build_folder", "is_built", "load_driver", "missing"]
@@ -49,7 +49,7 @@ def build_folder() -> Path:
         digest.update(part.encode() + b"\0")
     for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return cache_folder() / "sim" / digest.hexdigest()[:16]
+    return store.folder() / "sim" / digest.hexdigest()[:16]
 
 
 def _name(folder: Path) -> str:

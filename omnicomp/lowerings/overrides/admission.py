@@ -14,12 +14,11 @@ from torch.fx import Node
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp._torch.autograd.overrides import breaks_inside_modules
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
-from omnicomp.analysis.nodes import evaluate, fake_value, op_name
+from omnicomp.analysis.nodes import evaluate, fake_value
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects
 from omnicomp.lowerings.overrides.declaration import Override, refused
-from omnicomp.lowerings.overrides.rewrite import found_wrong
-from omnicomp.options.placement_rules import last_match
+from omnicomp.lowerings.overrides.rewrite import excluded, found_wrong
 from omnicomp.timeline import Reason
 
 __all__ = ["Refused", "admit", "call_arguments", "raised"]
@@ -42,10 +41,9 @@ def admit(item: Override, block: Block, context: LoweringContext, *, training: b
     Raises:
         Refused: the block is left as it is.
     """
-    _check_rules(item, block, context)
-    wrong = found_wrong(item, context)
-    if wrong is not None:
-        raise Refused(wrong)
+    barred = excluded(item, block.nodes, context) or found_wrong(item, context)
+    if barred is not None:
+        raise Refused(barred)
     _check_structure(item, block)
     if training and not item.trains and any(fake_value(node).requires_grad for node in block.outputs):
         raise Refused(item.not_differentiable())
@@ -53,23 +51,6 @@ def admit(item: Override, block: Block, context: LoweringContext, *, training: b
     _check_effects(item, block, arguments)
     _ask(item, block, arguments)
     return arguments, _try(item, block, arguments)
-
-
-def _check_rules(item: Override, block: Block, context: LoweringContext) -> None:
-    rules = context.policy.rules
-    for node in block.nodes if rules else ():
-        rule = last_match(rules, node, context.graph_id, "")
-        if rule is not None and "override" not in rule.lowerings:
-            raise Refused(
-                Reason(
-                    code="lowering_excluded",
-                    by=item.name,
-                    sentence=f"the rule for {rule.selector} keeps {op_name(node)} off the overrides",
-                    observed=", ".join(rule.lowerings),
-                    needed="override",
-                    lever=f"name override in the rule for {rule.selector}",
-                )
-            )
 
 
 def _check_structure(item: Override, block: Block) -> None:

@@ -17,9 +17,10 @@ from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.lowerings.overrides.registry import enabled
 from omnicomp.lowerings.overrides.trust import distrusted
+from omnicomp.options.placement_rules import last_match
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["apply_overrides", "declined_at", "found_wrong", "next_lowering"]
+__all__ = ["apply_overrides", "asked_first", "declined_at", "excluded", "found_wrong", "next_lowering"]
 
 log = logging.getLogger("omnicomp.overrides")
 
@@ -81,6 +82,30 @@ def found_wrong(item: Override, context: LoweringContext) -> Reason | None:
     if policy.verify == "off":
         return None
     return distrusted(item, torch.device(context.device.type), stored=policy.verdicts == "use")
+
+
+def asked_first(context: LoweringContext, form: str) -> list[Override]:
+    """The enabled overrides of a form that enters before autograd; none where Inductor is asked before overrides."""
+    names = [name for name in context.policy.lowerings if name in context.device.lowerings]
+    if "override" not in names or "inductor" in names[: names.index("override")]:
+        return []
+    return [item for item in enabled(context.policy.disable_overrides, context.policy.overrides) if item.form == form]
+
+
+def excluded(item: Override, nodes: Sequence[Node], context: LoweringContext) -> Reason | None:
+    """The reason of a placement rule that keeps one of the nodes off the overrides, or None."""
+    for node in nodes if context.policy.rules else ():
+        rule = last_match(context.policy.rules, node, context.graph_id, "")
+        if rule is not None and "override" not in rule.lowerings:
+            return Reason(
+                code="lowering_excluded",
+                by=item.name,
+                sentence=f"the rule for {rule.selector} keeps {op_name(node)} off the overrides",
+                observed=", ".join(rule.lowerings),
+                needed="override",
+                lever=f"name override in the rule for {rule.selector}",
+            )
+    return None
 
 
 # With the override, as another one may get its name.

@@ -21,9 +21,7 @@ from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_lin
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, raised
 from omnicomp.lowerings.overrides.declaration import Override, refused
-from omnicomp.lowerings.overrides.registry import enabled
-from omnicomp.lowerings.overrides.rewrite import declined_at, found_wrong
-from omnicomp.options.placement_rules import last_match
+from omnicomp.lowerings.overrides.rewrite import asked_first, declined_at, excluded, found_wrong
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
 __all__ = ["Ended", "Found", "apply_searches"]
@@ -81,10 +79,7 @@ def apply_searches(module: GraphModule, context: LoweringContext, *, training: b
     Returns:
         The places that a search came to, but where the override was not put, with the reason.
     """
-    names = [name for name in context.policy.lowerings if name in context.device.lowerings]
-    if "override" not in names or "inductor" in names[: names.index("override")]:
-        return ()
-    items = [i for i in enabled(context.policy.disable_overrides, context.policy.overrides) if i.form == "search"]
+    items = asked_first(context, "search")
     declined: list[NodePlacement] = []
     changed = False
     for item in items:
@@ -144,7 +139,7 @@ def _replace(item: Override, found: Found, module: GraphModule, context: Lowerin
     Raises:
         Refused: it stays as it is.
     """
-    reason = found_wrong(item, context) or _excluded(item, found, context)
+    reason = found_wrong(item, context) or excluded(item, (found.output, *found.steps), context)
     if reason is None and training and not item.trains and fake_value(found.output).requires_grad:
         reason = item.not_differentiable()
     reason = reason or _read_elsewhere(item, found) or _disturbed(item, found, module) or _unfit(item, found)
@@ -184,21 +179,6 @@ def _replace(item: Override, found: Found, module: GraphModule, context: Lowerin
 def _erase(module: GraphModule, kept: set[Node]) -> None:
     for node in [node for node in reversed(module.graph.nodes) if node not in kept]:
         module.graph.erase_node(node)
-
-
-def _excluded(item: Override, found: Found, context: LoweringContext) -> Reason | None:
-    for node in (found.output, *found.steps) if context.policy.rules else ():
-        rule = last_match(context.policy.rules, node, context.graph_id, "")
-        if rule is not None and "override" not in rule.lowerings:
-            return Reason(
-                code="lowering_excluded",
-                by=item.name,
-                sentence=f"the rule for {rule.selector} keeps {op_name(node)} off the overrides",
-                observed=", ".join(rule.lowerings),
-                needed="override",
-                lever=f"name override in the rule for {rule.selector}",
-            )
-    return None
 
 
 def _read_elsewhere(item: Override, found: Found) -> Reason | None:

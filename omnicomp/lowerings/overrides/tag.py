@@ -16,8 +16,7 @@ from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
 from omnicomp.lowerings.overrides.declaration import Function, Override, refused
-from omnicomp.lowerings.overrides.registry import enabled
-from omnicomp.lowerings.overrides.rewrite import declined_at
+from omnicomp.lowerings.overrides.rewrite import asked_first, declined_at
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
 __all__ = ["Matched", "apply_blocks", "matched_at", "matched_block"]
@@ -57,12 +56,7 @@ def apply_blocks(module: GraphModule, context: LoweringContext, *, training: boo
     Returns:
         The blocks that an override matched but was not put into, with its reason.
     """
-    names = [name for name in context.policy.lowerings if name in context.device.lowerings]
-    if "override" not in names or "inductor" in names[: names.index("override")]:
-        return ()
-    items = [i for i in enabled(context.policy.disable_overrides, context.policy.overrides) if i.form == "tag"]
-    if not items:
-        return ()
+    items = asked_first(context, "tag")
     taken: dict[Node, Override] = {}
     refusals: list[NodePlacement] = []
     for item in items:

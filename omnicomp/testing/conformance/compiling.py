@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from omnicomp import timeline
 from omnicomp._torch.dynamo import registrations
-from omnicomp._torch.dynamo.traced_calls import traced_call
+from omnicomp._torch.fx import traced_call
 from omnicomp.audit import audit
 from omnicomp.testing.conformance.base import (
     CheckFailed,

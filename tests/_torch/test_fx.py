@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.fx import copy_module
-from omnicomp._torch.inductor.free_tensors import forget_tensors
+from omnicomp._torch.fx import copy_module, forget_tensors
 
 
 @pytest.fixture
