@@ -13,11 +13,13 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.dynamo import control_flow, late_compile
+from omnicomp.backend.capture import CapturedGraph
+from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.timeline import Reason, Speculation, Timeline
 
-__all__ = ["ASSUMED", "GENERAL", "PATIENCE", "Checks", "Memo", "Variant", "Variants"]
+__all__ = ["ASSUMED", "GENERAL", "PATIENCE", "Checks", "Memo", "Variant", "Variants", "within_sizes"]
 
 log = logging.getLogger("omnicomp")
 
@@ -265,3 +267,25 @@ class Variants:
                 reason=reason,
             )
         )
+
+
+def within_sizes(
+    compiled: Callable[..., Any], eager: Callable[..., Any], sizes: late_compile.SizeGuards, graph: CapturedGraph
+) -> Callable[..., Any]:
+    """Call what was compiled where it is right, and the graph itself for other sizes, which Dynamo's guards let in."""
+    reason = Reason(
+        code="capture_failed",
+        by="speculation",
+        sentence="a variant that was compiled late is right for some sizes only, and a call had others: they run eager",
+        needed=sizes.text,
+        lever="switch it off with options={'speculate': False}",
+    )
+    retreat = Once(lambda: record_eager(graph.id, graph_compiler(graph), reason)())
+
+    def call(*args: Any) -> Any:
+        if sizes.holds is not None and sizes.holds(args):
+            return compiled(*args)
+        retreat()
+        return eager(*args)
+
+    return call

@@ -1,5 +1,6 @@
 """Parameters that are cast once: their copies become inputs of the compiled graph."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,37 +17,50 @@ from omnicomp.passes.dtypes.weights import Lifted, lift_casts
 from omnicomp.timeline import Weights, current
 from omnicomp.weights.cast_copies import Copies
 
-__all__ = ["with_copies"]
+__all__ = ["WeightInputs", "lift_weights"]
 
 
-def with_copies(
-    module: GraphModule,
-    inputs: Sequence[Any],
-    graph: CapturedGraph,
-    compile: Callable[[GraphModule, Sequence[Any], CapturedGraph], Callable[..., Any]],
-) -> Callable[..., Any]:
-    """Compile a graph, with the casts of parameters moved out of it where the policy and the graph allow that.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightInputs:
+    """A graph that takes parameters as they were cast once.
+
+    Attributes:
+        module: the graph, without the casts.
+        inputs: what it is compiled with.
+        lifted: which casts it is without; None if it has all of them.
+        graph: id of the graph.
+    """
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    lifted: Lifted | None
+    graph: str
+
+    def followed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as a function of the inputs of the graph with the casts."""
+        return compiled if self.lifted is None else _Following(compiled, self.lifted, self.graph).__call__
+
+
+def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> WeightInputs:
+    """Take the casts of parameters out of a graph, where the policy and the graph allow that.
 
     Args:
         module: a Dynamo graph behind the passes.
         inputs: real or fake tensors and symbolic sizes, one a placeholder.
         graph: what it belongs to.
-        compile: compiles the rest of the graph.
-
-    Returns:
-        A function of the graph's inputs.
     """
+    unchanged = WeightInputs(module=module, inputs=inputs, lifted=None, graph=graph.id)
     policy = parse_dtype_policy(graph.policy.dtype_policy)
     once = policy.changes and policy.weights == "once"
     if graph.training or not once or compile_fx.freezing(graph.policy.inductor):
-        return compile(module, inputs, graph)
+        return unchanged
     # Dynamo reads the inputs of its graph again after the backend.
     narrow = copy_module(module)
     lifted = lift_casts(narrow, inputs, layouts="inductor" in graph.policy.lowerings)
     if lifted is None:
         forget_tensors(narrow)
-        return compile(module, inputs, graph)
-    return _Following(compile(narrow, lifted.inputs, graph), lifted, graph.id).__call__
+        return unchanged
+    return WeightInputs(module=narrow, inputs=lifted.inputs, lifted=lifted, graph=graph.id)
 
 
 class _Following:

@@ -205,7 +205,7 @@ def test_a_graph_that_retreats_as_a_whole_counts_with_all_of_its_operators(monke
     def broken(*_: Any) -> Any:
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr("omnicomp.backend.pipeline.compile_chosen", broken)
+    monkeypatch.setattr("omnicomp.backend.pipeline.compile_parts", broken)
     with pytest.raises(FallbackError, match="5 operators run eager") as caught:
         compiled(fallback={"on_excess": "error"})(torch.rand(3, 4))
     assert "the compiler raised on the whole graph" in str(caught.value)

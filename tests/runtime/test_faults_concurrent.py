@@ -18,8 +18,8 @@ from omnicomp.timeline import Retreat, Timeline, current
 
 PLACES = {
     "capture": Place("omnicomp.backend.pipeline", "capture_graph", parts=False),
-    "searches": Place("omnicomp.backend.pipeline", "apply_searches", parts=False),
-    "passes": Place("omnicomp.backend.pipeline", "run_pipeline", parts=False),
+    "searches": Place("omnicomp.backend.block_overrides", "apply_searches", parts=False),
+    "passes": Place("omnicomp.backend.run_passes", "run_pipeline", parts=False),
     "autograd": Place("torch._functorch._aot_autograd.graph_compile", "aot_dispatch_autograd_graph", parts=False),
     "placement": Place("omnicomp.builder.part", "place"),
     "extract": Place("omnicomp.builder.part", "extract"),

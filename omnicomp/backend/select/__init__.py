@@ -1,5 +1,5 @@
 """Choosing among lowerings for a whole graph: by rule (`tuned`), or by measuring (`measure`)."""
 
-from omnicomp.backend.select.choose import compile_chosen
+from omnicomp.backend.select.choose import choose
 
-__all__ = ["compile_chosen"]
+__all__ = ["choose"]

@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.dynamo.late_compile import is_fake, is_subclass, is_tracing
 from omnicomp._torch.fx import copy_module
-from omnicomp.backend.autograd import compile_parts
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.select import results
 from omnicomp.backend.select.candidates import Option, by_rule, options
@@ -20,21 +19,24 @@ from omnicomp.lowerings.engines.inputs import weights_of
 from omnicomp.timeline import Option as OptionEvent
 from omnicomp.timeline import Reason, current
 
-__all__ = ["compile_chosen"]
+__all__ = ["choose"]
 
 log = logging.getLogger("omnicomp.backend.select")
 
 
-def compile_chosen(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Any:
-    """Compile a graph as the policy's `choose` says; the same as `compile_parts` where that is `off`.
+def choose(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> CapturedGraph:
+    """Decide which lowerings a graph goes to, as the policy's `choose` says.
 
     Args:
         gm: a Dynamo graph behind the passes.
         inputs: what Dynamo passed; real ones can be measured on.
         graph: what it belongs to.
+
+    Returns:
+        The graph with a policy that names the lowerings; unchanged where `choose` is `off`.
     """
     if graph.policy.choose == "off":
-        return compile_parts(gm, inputs, graph)
+        return graph
     weights = bool(weights_of(gm, inputs))
     chosen = by_rule(gm, graph, weights=weights)
     if graph.policy.choose == "measure":
@@ -43,7 +45,7 @@ def compile_chosen(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph)
             _record_by_rule(graph, chosen, obstacle)
         else:
             chosen = _measured(gm, inputs, graph, chosen, weights=weights)
-    return compile_parts(gm, inputs, chosen.graph(graph))
+    return chosen.graph(graph)
 
 
 def _obstacle(inputs: Sequence[Any], graph: CapturedGraph) -> str:
