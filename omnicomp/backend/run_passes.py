@@ -10,8 +10,7 @@ from torch.fx import GraphModule
 
 from omnicomp import passes
 from omnicomp._torch.dynamo import control_flow
-from omnicomp._torch.fx import copy_module
-from omnicomp._torch.inductor.free_tensors import forget_tensors
+from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import record_retreat
 from omnicomp.errors import LegaliseError, first_line
