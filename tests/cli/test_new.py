@@ -2,11 +2,13 @@ import importlib
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils import cpp_extension
 
 from omnicomp.cli.new import TEMPLATES, check_name, write_device
 from omnicomp.errors import DeviceError, OmnicompError
@@ -116,6 +118,18 @@ def test_its_problem_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         for name in [name for name in sys.modules if name.startswith("omnicomp_gxu")]:
             del sys.modules[name]
+
+
+def test_its_sources_are_right_in_cpp(tmp_path: Path) -> None:
+    """Without code or a linker, which take minutes."""
+    write_device("gxu", tmp_path)
+    folder = tmp_path / "omnicomp-gxu" / "omnicomp_gxu" / "csrc"
+    (folder / "all.cpp").write_text("".join(f'#include "{path.name}"\n' for path in sorted(folder.glob("*.cpp"))))
+    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    command = [cpp_extension.get_cxx_compiler(), "-fsyntax-only", "-w", "-std=c++20", "-DTORCH_EXTENSION_NAME=gxu"]
+    command += [f"-I{each}" for each in folders]
+    done = subprocess.run([*command, "all.cpp"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.inductor

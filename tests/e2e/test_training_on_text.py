@@ -92,6 +92,7 @@ def test_float32_learns() -> None:
     assert bool((every[:, -LAST:].mean(1) < 2.7).all())
 
 
+@pytest.mark.slow
 def test_bfloat16_is_within_the_noise_of_float32() -> None:
     found = curves("bf16", SEEDS)
     lowered = [e for e in omnicomp.timeline.events() if isinstance(e, Rewrite) and e.target == "bfloat16"]

@@ -6,6 +6,7 @@ from omnicomp.errors import OmnicompError
 from omnicomp.testing.conformance import Report, Result, conformance, results, to_text
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_interpreter_in_one_operator_is_a_result():
     found = conformance("cpu", setup="job_suites:crash_in_exp", operators="exp,sin", groups=["operators"])
     verdicts = {result.name: result.verdict for result in found.results}
