@@ -7,7 +7,6 @@ the largest group and up to 31 others the facts are kept, to say in what they di
 
 import dataclasses
 import hashlib
-import html
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,12 @@ from omnicomp.audit.fold import with_shares
 from omnicomp.audit.identity import with_identities
 from omnicomp.audit.model import GraphAudit, Report, Shares
 from omnicomp.audit.source import load
+from omnicomp.audit.views.escapes import html_text as e
 from omnicomp.audit.views.rows import cell, percent, plain, plural, summary, table
 from omnicomp.errors import OmnicompError, TimelineError
 from omnicomp.timeline import Retreat
 from omnicomp.timeline.files import ROTATED
-from omnicomp.timeline.text import one_line, printable
+from omnicomp.timeline.text import one_line
 
 __all__ = [
     "FLEET_SCHEMA",
@@ -170,16 +170,16 @@ class Fleet:
 
     def to_html(self) -> str:
         """One self-contained page."""
-        body = [f"<h1>omnicomp audit</h1>\n<p>{_e(self.summary().removeprefix('omni: '))}</p>"]
+        body = [f"<h1>omnicomp audit</h1>\n<p>{e(self.summary().removeprefix('omni: '))}</p>"]
         body += [_html_table("Reports", _GROUP_COLUMNS, _group_rows(self))]
         for group in self.groups[1:]:
-            items = "".join(f"<li>{_e(line)}</li>" for line in _differences(group))
+            items = "".join(f"<li>{e(line)}</li>" for line in _differences(group))
             title = f"Report {_name(group.number)} against {_name(0)}"
-            body.append(f"<section><h2>{_e(title)}</h2>\n<ul>{items}</ul></section>")
+            body.append(f"<section><h2>{e(title)}</h2>\n<ul>{items}</ul></section>")
         body.append(_html_table("Processes", _PROCESS_COLUMNS, _process_rows(self)))
-        body += [f'<p class="dim">{_e(_more(self))}</p>'] if _more(self) else []
+        body += [f'<p class="dim">{e(_more(self))}</p>'] if _more(self) else []
         if self.unreadable:
-            items = "".join(f"<li>{_e(path)}: {_e(error)}</li>" for path, error in self.unreadable)
+            items = "".join(f"<li>{e(path)}: {e(error)}</li>" for path, error in self.unreadable)
             body.append(f'<section><h2 class="bad">Could not be read</h2>\n<ul>{items}</ul></section>')
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -432,15 +432,11 @@ def _more(found: Fleet) -> str:
     return f"and {hidden} more processes; the JSON form has them all" if hidden > 0 else ""
 
 
-def _e(value: object) -> str:
-    return html.escape(printable(value), quote=True)
-
-
 def _html_table(title: str, columns: Sequence[str], rows: Rows) -> str:
-    head = "".join(f"<th>{_e(column)}</th>" for column in columns)
-    body = "\n".join(f"<tr>{''.join(f'<td>{_e(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    head = "".join(f"<th>{e(column)}</th>" for column in columns)
+    body = "\n".join(f"<tr>{''.join(f'<td>{e(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return (
-        f'<section><h2>{_e(title)}</h2>\n<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+        f'<section><h2>{e(title)}</h2>\n<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div></section>"
     )
 
@@ -450,11 +446,7 @@ _OWN: Final = ("timeline", "timeline_max_bytes", "progress", "summary", "ranges"
 
 
 def facts_of(audit: Report) -> frozenset[str]:
-    """The facts of a report: without numbers of graphs, times, paths, ranks and verdicts of caches.
-
-    Args:
-        audit: the report of one process.
-    """
+    """The facts of a report: without numbers of graphs, times, paths, ranks and verdicts of caches."""
     return frozenset(_counted(_facts(audit)))
 
 

@@ -361,13 +361,7 @@ def _settings(capture: Capture, ineffective: tuple[Option, ...]) -> tuple[Settin
 def _merges(
     rows: Sequence[SubgraphAudit], boundaries: Sequence[Boundary], declined: Sequence[NodePlacement]
 ) -> tuple[Merge, ...]:
-    """Which refused nodes separate two subgraphs of one lowering.
-
-    Args:
-        rows: of the part, in program order.
-        boundaries: of the part.
-        declined: nodes that an earlier lowering refused, with the reasons.
-    """
+    """Which refused nodes separate two subgraphs of one lowering."""
     whole = [row for row in rows if not row.parent and not row.superseded]
     chains = {node.node: node.chain for node in declined}
     crossing: dict[tuple[str, str], Boundary] = {(b.source, b.target): b for b in boundaries}

@@ -32,16 +32,6 @@ def run_audit(
 ) -> None:
     """Print or write a view; on a terminal it is in colour, and as wide as that is.
 
-    Args:
-        source: a timeline, a report as JSON, or a folder of timelines.
-        format: a key of `VIEWS`; None for that of the output's extension, else text.
-        output: the file to write; None for standard output.
-        tree: the same as the format `tree`.
-        by: what shares of the tree count: a key of `BASES`.
-        question: what to tell the reasons of, instead of everything.
-        trace: a file that gets the trace for Perfetto besides; nothing is printed then, unless it was asked for.
-        excerpts: whether a page shows lines of source.
-
     Raises:
         OmnicompError: a file can't be read or written, or a format, a basis or what is asked for is unknown.
     """

@@ -73,10 +73,6 @@ def _resolved(path: str) -> str:
 def run_script(path: Path, say: Callable[[str], None]) -> int:
     """Compile the graph of a script with Inductor, compare it with eager, and look for the nodes that fail.
 
-    Args:
-        path: a script that omnicomp wrote.
-        say: takes each line of the answer.
-
     Returns:
         1 if it fails, 0 if it does not.
 

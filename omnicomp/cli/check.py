@@ -56,15 +56,6 @@ def run_check(
 ) -> int:
     """Judge a report, and print or write the verdict.
 
-    Args:
-        report: a report as JSON, a timeline, or a folder of timelines, each of which is judged by itself.
-        baseline: likewise; what it has does not count.
-        max_nodes: how many operators may run eager; None for 0, or for no bound if the other one is given.
-        max_flops_share: which part of the work they may have, from 0 to 1; None for no bound.
-        allow: selectors of what does not count.
-        format: one of `FORMATS`; None for that of the output's extension, else text.
-        output: the file to write; None for standard output.
-
     Returns:
         0 if every report is within the budget, 1 if one is over it.
 

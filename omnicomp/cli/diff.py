@@ -31,14 +31,6 @@ def run_diff(
 ) -> int:
     """Print or write what differs.
 
-    Args:
-        before: a timeline, or a report as JSON.
-        after: likewise.
-        format: one of `FORMATS`; None for that of the output's extension, else text.
-        output: the file to write; None for standard output.
-        time_percent: growth of a time beyond which it is a difference; None: times make none.
-        memory_percent: likewise of memory.
-
     Returns:
         0 if nothing differs, 1 if something does.
 

@@ -66,10 +66,6 @@ def check_engine_name(name: str) -> None:
 def write_device(name: str, folder: Path) -> list[Path]:
     """Write the package of a device into `folder/omnicomp-NAME`.
 
-    Args:
-        name: the device type.
-        folder: made if it is not there.
-
     Returns:
         The files, sorted.
 
@@ -83,10 +79,6 @@ def write_device(name: str, folder: Path) -> list[Path]:
 
 def write_engine(name: str, folder: Path) -> list[Path]:
     """Write the package of an engine into `folder/omnicomp-NAME`.
-
-    Args:
-        name: the engine's.
-        folder: made if it is not there.
 
     Returns:
         The files, sorted.

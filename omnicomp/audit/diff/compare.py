@@ -24,14 +24,7 @@ _SHOWN: Final = 8
 def compare(
     before: Report, after: Report, *, time_threshold: float | None = None, memory_threshold: float | None = None
 ) -> AuditDiff:
-    """Find what differs.
-
-    Args:
-        before: the first report.
-        after: the second one.
-        time_threshold: growth of a time, as a part of what it was, beyond which it is a change; None for none.
-        memory_threshold: likewise of memory.
-    """
+    """Find what differs."""
     measured = _measures(before, after)
     found = [*_between(before, after), *_over_threshold(measured, time_threshold, memory_threshold)]
     order = list(KINDS)

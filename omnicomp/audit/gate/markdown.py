@@ -17,11 +17,7 @@ _ROOM: Final = 60_000
 
 
 def to_markdown(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts on one or several reports.
-
-    Args:
-        verdicts: at least one.
-    """
+    """The verdicts on one or several reports."""
     # Of many reports there is room for the headlines, or for their number.
     headlines = (line for verdict in verdicts for line in (_headline(verdict, named=True), ""))
     for found in (_all(verdicts), headlines):

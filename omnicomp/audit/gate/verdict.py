@@ -249,12 +249,7 @@ def _line(line: Line) -> str:
 
 
 def message(verdict: Verdict, graph: str) -> str:
-    """What the error says, where a graph is compiled: what is over, each operator with its line and lever.
-
-    Args:
-        verdict: of the graph alone.
-        graph: its id.
-    """
+    """What the error says, where a graph is compiled: what is over, each operator with its line and lever."""
     found = lines(verdict.counted)
     head = f"{graph} is over the fallback budget: {', '.join(bounds(verdict))}"
     body = [f"  - {one_line(_line(line))}" for line in found[:_SHOWN]]

@@ -1,11 +1,12 @@
 """Escapes for Markdown, GitHub and XML: names from a model are shown and never obeyed."""
 
+import html
 import re
 from typing import Final
 
 from omnicomp.timeline.text import one_line, printable
 
-__all__ = ["code", "github_data", "github_property", "markdown", "relative", "split_source", "xml"]
+__all__ = ["code", "github_data", "github_property", "html_text", "markdown", "relative", "split_source", "xml"]
 
 _MARKUP: Final = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", **{char: f"\\{char}" for char in "\\`*_[]~!$"}}
@@ -41,6 +42,11 @@ def github_data(text: object) -> str:
 def github_property(text: object) -> str:
     """A property of a workflow command, on one line."""
     return github_data(one_line(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+def html_text(value: object) -> str:
+    """Text in an element or an attribute of HTML."""
+    return html.escape(printable(value), quote=True)
 
 
 def xml(text: object) -> str:

@@ -8,14 +8,13 @@ nothing else.
 
 import base64
 import hashlib
-import html
 from typing import Final
 
 from omnicomp.audit.model import Report
+from omnicomp.audit.views.escapes import html_text as e
 from omnicomp.audit.views.pagedata import page_data, to_script, tones_of
 from omnicomp.audit.views.rows import graph_breaks, percent, plural, summary
 from omnicomp.audit.views.style import asset
-from omnicomp.timeline.text import printable
 
 __all__ = ["to_html"]
 
@@ -55,16 +54,12 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _e(value: object) -> str:
-    return html.escape(printable(value), quote=True)
-
-
 def _header(audit: Report) -> str:
     verdict, tone = _verdict(audit)
     text = summary(audit).removeprefix("omni: ")
     return (
-        f'<header>\n<h1>omnicomp audit <span class="pill {tone}">{_e(verdict)}</span></h1>\n'
-        f'<p class="summary">{_e(text)}</p>\n{_bar(audit)}{_tiles(audit)}</header>'
+        f'<header>\n<h1>omnicomp audit <span class="pill {tone}">{e(verdict)}</span></h1>\n'
+        f'<p class="summary">{e(text)}</p>\n{_bar(audit)}{_tiles(audit)}</header>'
     )
 
 
@@ -94,12 +89,12 @@ def _bar(audit: Report) -> str:
         )
         at += 100 * share
     legend = "".join(
-        f'<li><span class="dot {classes.get(name, "none")}"></span>{_e(name)} <b>{_e(percent(share))}</b></li>'
+        f'<li><span class="dot {classes.get(name, "none")}"></span>{e(name)} <b>{e(percent(share))}</b></li>'
         for name, share in shares
     )
     label = ", ".join(f"{name} {percent(share)}" for name, share in shares)
     return (
-        f'<svg class="shares" role="img" aria-label="{_e(label)}" width="100%" height="12">{pieces}</svg>\n'
+        f'<svg class="shares" role="img" aria-label="{e(label)}" width="100%" height="12">{pieces}</svg>\n'
         f'<ul class="legend">{legend}<li class="of">of {basis}</li></ul>\n'
     )
 
@@ -124,7 +119,6 @@ def _tiles(audit: Report) -> str:
     if broken:
         tiles.insert(1, ("graph breaks", str(len(broken)), "warn", "tab=reasons"))
     cells = "".join(
-        f'<a class="tile {tone}" href="#{_e(view)}"><b>{_e(value)}</b>{_e(name)}</a>'
-        for name, value, tone, view in tiles
+        f'<a class="tile {tone}" href="#{e(view)}"><b>{e(value)}</b>{e(name)}</a>' for name, value, tone, view in tiles
     )
     return f'<div class="tiles">{cells}</div>\n'

@@ -204,10 +204,6 @@ def to_dict(audit: Report) -> dict[str, Any]:
 def from_json(text: str, name: str) -> Report:
     """The report that `to_json` wrote.
 
-    Args:
-        text: the JSON form.
-        name: of the file, for the error.
-
     Raises:
         ReportError: it is no report, or of a newer schema.
     """

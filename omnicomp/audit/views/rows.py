@@ -62,13 +62,7 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def table(title: str, *columns: str, right: Collection[str] = ()) -> Table:
-    """An empty table whose rules are ASCII: the same in a log file, a pager and a terminal without Unicode.
-
-    Args:
-        title: above the table.
-        columns: their heads.
-        right: those that are aligned to the right.
-    """
+    """An empty table whose rules are ASCII: the same in a log file, a pager and a terminal without Unicode."""
     found = Table(title=title, title_justify="left", title_style="bold", box=ASCII_DOUBLE_HEAD, expand=False)
     for column in columns:
         found.add_column(column, justify="right" if column in right else "left", overflow="fold")

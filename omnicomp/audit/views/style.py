@@ -26,9 +26,6 @@ def tones(lowerings: Iterable[str]) -> dict[str, str]:
 
     An engine's is chosen by a hash of its name, so that it has one colour in every report. Of two engines of one report
     for which that is the same, the second in order of name takes the next one that is free, as long as there are some.
-
-    Args:
-        lowerings: names; empty ones are left out.
     """
     found = {name: name for name in _KNOWN}
     taken: set[int] = set()

@@ -34,14 +34,6 @@ def jobs(
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """The calls of a model as jobs, behind `capture`, which lists them, and before `model`, which runs it as a whole.
 
-    Args:
-        model: as of `omnicomp.testing.bringup.source.load`.
-        device: a device type.
-        size: of omnicomp's own models.
-        training: whether the backward is taken as well.
-        lowerings: omnicomp's option, or nothing for what the device has.
-        setup: as of `omnicomp.testing.conformance.suite.ready`.
-
     Raises:
         OmnicompError: there is no such model or device.
     """
@@ -66,11 +58,6 @@ def _listed(found: Capture) -> dict[str, Any]:
 
 def climb(device: Device, call: Call, options: Mapping[str, Any]) -> dict[str, Any]:
     """Take one call through the steps.
-
-    Args:
-        device: where to.
-        call: what; its arguments are on the CPU.
-        options: omnicomp's.
 
     Returns:
         For each of `STEPS` `yes`, `no` or an empty string where it was not reached; `kernel` (`native`, `composite`,

@@ -1,6 +1,5 @@
 """The table for a terminal, and as one HTML file in the style of the audit."""
 
-import html
 import io
 from collections.abc import Iterable
 from typing import Any, Final
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from omnicomp.audit.views.escapes import html_text as e
 from omnicomp.audit.views.rows import printable
 from omnicomp.audit.views.style import asset
 from omnicomp.testing.bringup.ladder import STEPS
@@ -108,24 +108,20 @@ def to_html(found: Bringup) -> str:
     return _PAGE.format(style=asset("base.css"), body=body)
 
 
-def _e(value: object) -> str:
-    return html.escape(printable(value), quote=True)
-
-
 def _code(value: object) -> str:
-    return f"<code>{_e(value)}</code>" if value else ""
+    return f"<code>{e(value)}</code>" if value else ""
 
 
 def _header(found: Bringup) -> str:
     steps = {step: sum(row.calls for row in found.rows if row.steps[step] == "yes") for step in STEPS}
     pill = '<span class="pill good">matched</span>' if found.ok else '<span class="pill bad">not there yet</span>'
-    tiles = "".join(f'<div class="tile"><b>{count}</b>{_e(step)}</div>' for step, count in steps.items())
+    tiles = "".join(f'<div class="tile"><b>{count}</b>{e(step)}</div>' for step, count in steps.items())
     kernels = ", ".join(f"{count} {kernel}" for kernel, count in sorted(found.kernels().items()))
     return (
         f"<header>\n<h1>omnicomp bring-up {pill}</h1>\n"
-        f'<p class="summary">{_e(found.summary())}</p>\n<div class="tiles">{tiles}</div>\n'
-        f'<p class="note">Calls of {found.calls}; in eager on the device: {_e(kernels)}.<br>'
-        f"{_e(_census(found)) if found.census else ''}</p></header>"
+        f'<p class="summary">{e(found.summary())}</p>\n<div class="tiles">{tiles}</div>\n'
+        f'<p class="note">Calls of {found.calls}; in eager on the device: {e(kernels)}.<br>'
+        f"{e(_census(found)) if found.census else ''}</p></header>"
     )
 
 
@@ -133,10 +129,10 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], no
     lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     if not lines:
         return ""
-    head = "".join(f"<th>{_e(column)}</th>" for column in columns)
-    foot = f"<p class=note>{_e(note)}</p>" if note else ""
+    head = "".join(f"<th>{e(column)}</th>" for column in columns)
+    foot = f"<p class=note>{e(note)}</p>" if note else ""
     return (
-        f"<section><details open><summary><h2>{_e(title)}</h2></summary>\n"
+        f"<section><details open><summary><h2>{e(title)}</h2></summary>\n"
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n'
         + "\n".join(lines)
         + f"\n</tbody></table></div>{foot}</details></section>"
@@ -144,16 +140,16 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], no
 
 
 def _number(value: object) -> str:
-    return f'<span class="number">{_e(value)}</span>'
+    return f'<span class="number">{e(value)}</span>'
 
 
 def _next(found: Bringup) -> str:
     rows = (
         (
             _code(each.operator),
-            f'<span class="badge">{_e(each.state)}</span> {_e(_STATES[each.state])}',
+            f'<span class="badge">{e(each.state)}</span> {e(_STATES[each.state])}',
             _number(each.blocks),
-            _e(_what(each)),
+            e(_what(each)),
             " ".join(_code(name) for name in each.of if name != each.operator),
         )
         for each in found.next()
@@ -169,17 +165,17 @@ def _rows(found: Bringup) -> str:
         operator, dtypes, shapes, calls, kernel, *rest = cells(each)
         marks = [f'<span class="{state or "dim"}">{_MARKS[state]}</span>' for state in rest[: len(STEPS)]]
         lowering, reason = rest[len(STEPS) :]
-        what = f"{_e(kernel)}{'<br><span class=dim>required</span>' if each.operator in each.required else ''}"
+        what = f"{e(kernel)}{'<br><span class=dim>required</span>' if each.operator in each.required else ''}"
         parts = ", ".join(each.parts) or "outside of graphs"
         return [
-            f"{_code(operator)}<br><span class=dim>{_e(parts)}</span>",
-            _e(dtypes),
-            _e(shapes),
+            f"{_code(operator)}<br><span class=dim>{e(parts)}</span>",
+            e(dtypes),
+            e(shapes),
             _number(calls),
             what,
             *marks,
-            _e(lowering),
-            _e(reason),
+            e(lowering),
+            e(reason),
         ]
 
     columns = ("operator", "dtypes", "shapes", "calls", "kernel", *STEPS, "ran by", "what is wrong")
@@ -195,4 +191,4 @@ def _whole(found: Bringup) -> str:
         ("what ran", whole["summary"]),
         ("ran on the CPU", fell),
     )
-    return _table("The whole model", ("", ""), ((_e(name), _e(value)) for name, value in facts if value))
+    return _table("The whole model", ("", ""), ((e(name), e(value)) for name, value in facts if value))

@@ -160,14 +160,6 @@ def conformance(
 ) -> Report:
     """Run all checks of a device.
 
-    Args:
-        device: a device type.
-        quick: as of `results`, as are `setup`, `operators` and `groups`.
-        setup: called first.
-        operators: a choice of operators.
-        groups: a choice of groups.
-        say: gets each result as it comes.
-
     Raises:
         OmnicompError: as of `results`.
     """

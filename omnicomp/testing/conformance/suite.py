@@ -82,14 +82,6 @@ def jobs(
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """The checks of a device.
 
-    Args:
-        device: as of `ready`.
-        quick: the small choice of operators and models.
-        setup: as of `ready`.
-        operators: shell patterns joined by commas, instead of the choice by `quick`.
-        groups: those of `GROUPS` and `operators` that are meant; None for all.
-        only: names of the checks that are meant; None for all.
-
     Raises:
         DeviceError: as of `ready`.
     """

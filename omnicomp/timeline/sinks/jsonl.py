@@ -138,11 +138,6 @@ def attach(timeline: Timeline, path: str | None = None, max_bytes: int | None = 
     """Add the JSON Lines sink named by `path`, or by the environment if it is None.
 
     A path that can't be written warns once a path and is left: a run is never lost to its log.
-
-    Args:
-        timeline: what to write.
-        path: see `JsonLinesSink`.
-        max_bytes: likewise.
     """
     privacy.refresh()
     pattern = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "")
