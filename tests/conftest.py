@@ -69,10 +69,12 @@ def clean_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
     import omnicomp
     from omnicomp.audit.views import jsonform
+    from omnicomp.lowerings.overrides import trust
 
     monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path / "omnicomp"))
     torch.compiler.reset()
     omnicomp.timeline.clear()
+    trust.forget()
     torch.manual_seed(0)
     written = jsonform.to_dict
     monkeypatch.setattr(jsonform, "to_dict", lambda audit: reports.check(written(audit)))

@@ -40,7 +40,7 @@ ERFINV: dict[str, Any] = {"aten.erfinv": "eager"}
 @pytest.fixture(autouse=True)
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caches that hold nothing for this test, and no record of what was compiled before."""
-    monkeypatch.setattr(cache_keys, "folder", lambda: tmp_path / "keys")
+    monkeypatch.setattr(cache_keys.STORE, "_root", lambda: tmp_path / "keys")
     with torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex):
         yield
 

@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import omnicomp
 from omnicomp.builder.subgraph_checks import described, taken_together
 from omnicomp.lowerings import EagerLowering, LoweringContext
+from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.options.policy import parse
 from omnicomp.timeline import Timeline
 
@@ -31,8 +32,8 @@ def test_other_lowerings_take_any_company() -> None:
 
 
 def test_an_engine_takes_what_it_accepts() -> None:
-    assert taken_together(fake.Fake(), NODES, context()) == (frozenset(), None)
-    boundaries, reason = taken_together(fake.Fake(), NODES, context(smallest=7))
+    assert taken_together(EngineLowering(fake.Fake()), NODES, context()) == (frozenset(), None)
+    boundaries, reason = taken_together(EngineLowering(fake.Fake()), NODES, context(smallest=7))
     assert boundaries == frozenset()
     assert reason is not None
     assert (reason.code, reason.by) == ("cluster_refused", "fake")
@@ -40,20 +41,20 @@ def test_an_engine_takes_what_it_accepts() -> None:
 
 
 def test_strict_cuts_come_before_the_rest() -> None:
-    boundaries, reason = taken_together(fake.Fake(), NODES, context(strict=True, smallest=3))
+    boundaries, reason = taken_together(EngineLowering(fake.Fake()), NODES, context(strict=True, smallest=3))
     assert boundaries == {NODES[2].name, NODES[4].name}
     assert reason is None
     # Each of the parts is asked again, and is too small then.
-    _, reason = taken_together(fake.Fake(), NODES[:2], context(strict=True, smallest=3))
+    _, reason = taken_together(EngineLowering(fake.Fake()), NODES[:2], context(strict=True, smallest=3))
     assert reason is not None
 
 
 def test_a_value_that_is_read_later_holds_a_run_together() -> None:
     nodes = nodes_of(lambda x: (x.exp() + x.sin()) * x.cos())
     assert [node.name for node in nodes] == ["exp", "sin", "add", "cos", "mul"]
-    assert taken_together(fake.Fake(), nodes, context(strict=True)) == (frozenset(), None)
-    assert taken_together(fake.Fake(), nodes[:2], context(strict=True))[0] == {"sin"}
-    assert taken_together(fake.Fake(), nodes[:1], context(strict=True)) == (frozenset(), None)
+    assert taken_together(EngineLowering(fake.Fake()), nodes, context(strict=True)) == (frozenset(), None)
+    assert taken_together(EngineLowering(fake.Fake()), nodes[:2], context(strict=True))[0] == {"sin"}
+    assert taken_together(EngineLowering(fake.Fake()), nodes[:1], context(strict=True)) == (frozenset(), None)
 
 
 def test_what_a_compiler_is_called() -> None:

@@ -213,7 +213,7 @@ def test_a_graph_that_retreats_as_a_whole_counts_with_all_of_its_operators(monke
 
 
 def test_a_warm_start_is_judged_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_keys, "folder", lambda: tmp_path / "keys")
+    monkeypatch.setattr(cache_keys.STORE, "_root", lambda: tmp_path / "keys")
     rules = {"aten.*": "eager"}
 
     def run(**options: Any) -> None:
@@ -231,7 +231,7 @@ def test_a_warm_start_is_judged_as_well(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_backward_that_a_cache_restores_is_judged_with_its_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_keys, "folder", lambda: tmp_path / "keys")
+    monkeypatch.setattr(cache_keys.STORE, "_root", lambda: tmp_path / "keys")
 
     def run(**options: Any) -> None:
         call = compiled(torch.exp, lowerings={"aten.*": "eager"}, **options)

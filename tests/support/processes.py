@@ -2,8 +2,8 @@
 
 A process is clean as one just started is: nothing was compiled in it, and `omnicomp` was not imported. What torch reads
 at its import (`TORCH_LOGS`, `PYTHONHASHSEED` and the like) can't be changed any more, so a process whose environment
-differs in such a variable is started afresh; so is every process on a machine with CUDA. Processes of one server share
-the seed of their hashes: a test about what another process finds in a cache passes `fresh=True`.
+differs in such a variable is started afresh; so is every process of a torch that was built with CUDA. Processes of one
+server share the seed of their hashes: a test about what another process finds in a cache passes `fresh=True`.
 """
 
 import atexit
@@ -81,7 +81,8 @@ def _can_fork() -> bool:
         return False
     import torch
 
-    return not torch.cuda.is_available()
+    # The autograd of a torch with CUDA starts threads with the first device, and none survives a fork.
+    return torch.version.cuda is None
 
 
 @functools.cache
