@@ -38,7 +38,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         weights: the model's weights among the inputs, if those are fake.
     """
     # A verdict on generated code must not be passed by in a cache that holds that code.
-    tag = f"{graph.digest}{wrong_code()}"
+    tag = f"{graph.record.digest}{wrong_code()}"
     engines, count = bool(engines_of(graph.policy)), len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
 
@@ -83,7 +83,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         )
     lookup = autograd_lookup(before)
     if lookup is not None and lookup.verdict != "hit":  # what is restored says so itself
-        current().append(verdict(lookup, graph.key, graph=graph.id, part=""))
+        current().append(verdict(lookup, graph.record.key, graph=graph.id, part=""))
     return compiled
 
 

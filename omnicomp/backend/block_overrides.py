@@ -1,7 +1,5 @@
 """Overrides of whole modules and of what searches find, put in before the passes."""
 
-import dataclasses
-
 from torch.fx import GraphModule
 
 from omnicomp.backend.capture import CapturedGraph
@@ -20,7 +18,7 @@ def override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
             _record_broken(graph, name, error)
     context = graph.context("", {})
     declined = apply_blocks(gm, context, training=graph.training)
-    return dataclasses.replace(graph, declined=declined + apply_searches(gm, context, training=graph.training))
+    return graph.with_record(declined=declined + apply_searches(gm, context, training=graph.training))
 
 
 def _record_broken(graph: CapturedGraph, name: str, error: str) -> None:

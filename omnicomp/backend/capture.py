@@ -18,21 +18,19 @@ from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.analysis.costs import known_sizes
 from omnicomp.analysis.nodes import all_nodes, call_count, fake_value, function_name, module_path, source_line
-from omnicomp.analysis.provenance import Places
 from omnicomp.analysis.stable_identity import content_of_all
 from omnicomp.backend.attach_sinks import attach_all
 from omnicomp.backend.graph_breaks import record_graph_break
-from omnicomp.builder.cache_keys import KeyParts
 from omnicomp.builder.known_failures import wrong_code
 from omnicomp.devices import Device, primary_device, resolve_device
 from omnicomp.errors import harmless
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, KeyParts, LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.options.digest import package_digest, version
 from omnicomp.options.policy import Policy, effective_options
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
-from omnicomp.timeline import Capture, NodePlacement, Option, Reason, Stage, current, rank
+from omnicomp.timeline import Capture, Option, Reason, Stage, current, rank
 from omnicomp.timeline.text import common_path, distinct
 
 __all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
@@ -42,35 +40,30 @@ __all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
 class CapturedGraph:
     """A captured graph on its way through the backend."""
 
-    id: str
+    record: GraphRecord
     device: Device
     policy: Policy
     training: bool
-    digest: str
-    modules: tuple[str, ...]
-    sources: tuple[str, ...]
-    sizes: dict[str, int]
     capture: Capture
-    declined: tuple[NodePlacement, ...] = ()
-    places: Places = dataclasses.field(default_factory=Places)
-    key: KeyParts = dataclasses.field(default_factory=KeyParts)
+
+    @property
+    def id(self) -> str:
+        """Id of the graph."""
+        return self.record.id
+
+    def with_record(self, **changes: Any) -> "CapturedGraph":
+        """The graph with fields of its record replaced."""
+        return dataclasses.replace(self, record=dataclasses.replace(self.record, **changes))
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
-        """The context that the lowerings of one part get."""
+        """What the lowerings may know about one part."""
         return LoweringContext(
-            graph_id=self.id,
+            graph=self.record,
             part=part,
             device=self.device,
             policy=self.policy,
             timeline=current(),
             inductor_kwargs=dict(inductor_kwargs),
-            digest=self.digest,
-            modules=self.modules,
-            sources=self.sources,
-            places=self.places,
-            sizes=self.sizes,
-            declined=self.declined,
-            key=self.key,
         )
 
 
@@ -93,15 +86,17 @@ def capture_graph(
     scope = _scope(policy, id, nodes)
     parts = {**key_parts(policy, device), **({"what rules of placement go by": ("", scope)} if scope else {})}
     graph = CapturedGraph(
-        id=id,
+        record=GraphRecord(
+            id=id,
+            digest=f"{graph_digest(policy, device)}{scope}",
+            modules=modules,
+            sources=distinct(map(source_line, nodes)),
+            sizes=known_sizes(inputs),
+            key=KeyParts(identity=_identity(function, modules, training), parts=parts),
+        ),
         device=device,
         policy=policy,
         training=training,
-        digest=f"{graph_digest(policy, device)}{scope}",
-        modules=modules,
-        sources=distinct(map(source_line, nodes)),
-        sizes=known_sizes(inputs),
-        key=KeyParts(identity=_identity(function, modules, training), parts=parts),
         capture=Capture(
             graph=id,
             compile_id=control_flow.compile_id(),

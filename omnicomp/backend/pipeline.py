@@ -118,7 +118,7 @@ def _build(
     """
     for event in passed.events:
         current().append(event)
-    graph = dataclasses.replace(graph, places=places_of(all_nodes(passed.module)))
+    graph = graph.with_record(places=places_of(all_nodes(passed.module)))
     kept = copy_module(passed.module)
     steering = () if after_dynamo else control_flow.CONTROL_FLOW
     try:
@@ -176,7 +176,7 @@ def _with_variants(
         )
         return _build(run_passes(original, graph, speculate=False, inputs=inputs), inputs, graph)
     general = dataclasses.replace(
-        graph, id=f"{graph.id}:{GENERAL}", capture=dataclasses.replace(graph.capture, variant=GENERAL)
+        graph.with_record(id=f"{graph.id}:{GENERAL}"), capture=dataclasses.replace(graph.capture, variant=GENERAL)
     )
     eager = copy_module(original)
     # A calibration needs the real inputs, which are gone when this variant is built.

@@ -104,7 +104,7 @@ def retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) ->
         if isinstance(error, CompilerFaultError)
         else f"the compiler raised on the whole graph: {first_line(error)}",
         observed=type(error).__name__,
-        source=graph.sources[0] if graph.sources else "",
+        source=graph.record.sources[0] if graph.record.sources else "",
         lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
     )
     return _running_eager(gm, graph.id, graph_compiler(graph), reason)

@@ -13,29 +13,17 @@ from typing import Any, Final
 
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.compile_fx import cache_dir
+from omnicomp.lowerings.base import KeyParts
 from omnicomp.store import JsonStore
 from omnicomp.timeline import Cache, Reason
 
-__all__ = ["STORE", "KeyParts", "changes", "verdict"]
+__all__ = ["STORE", "changes", "verdict"]
 
 Parts = Mapping[str, tuple[str, str]]
 
 _CONFIGS: Final = ("torch._inductor.config", "torch._functorch.config")
 _NEW: Final = "compiled for the first time with this cache folder"
 _SAME: Final = "nothing changed since it was last compiled: the artefact was not kept, or was removed"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyParts:
-    """What is known of a graph's key before a cache is asked.
-
-    Attributes:
-        identity: what stays the same when the key changes: the function and the modules that it is made of.
-        parts: what of omnicomp is in the key: by name, a text to show and a hash.
-    """
-
-    identity: str = ""
-    parts: Parts = dataclasses.field(default_factory=dict[str, tuple[str, str]])
 
 
 def verdict(lookup: Lookup, key: KeyParts, *, graph: str, part: str, subgraph: str = "") -> Cache:

@@ -120,7 +120,7 @@ def guard_call(
     head: dict[str, Any] = json.loads(line)
     names = tuple(head["inputs"])
     reason = Reason.from_dict(head["obstacle"]) if head["obstacle"] else None
-    size = hint_of_text(head["bytes"], context.sizes)
+    size = hint_of_text(head["bytes"], context.graph.sizes)
 
     def build() -> Executable:
         result = load_graph(body)

@@ -109,10 +109,15 @@ class PartVerdicts:
         self._entry = Entry(key="")
         if self._enabled:
             nodes = list(module.graph.nodes)
-            content = (fingerprint(nodes, names=True), context.digest, context.part, _hardware(context.device.type))
+            content = (
+                fingerprint(nodes, names=True),
+                context.graph.digest,
+                context.part,
+                _hardware(context.device.type),
+            )
             targets = (node.target for node in nodes if node.op == "call_function")
             key = hashlib.sha256(repr((*content, inductor_identity(targets))).encode()).hexdigest()[:40]
-            graph = next(iter(context.sources), "")
+            graph = next(iter(context.graph.sources), "")
             self._entry = Entry(key=key, graph=f"{context.part_id} {graph}".rstrip(), writer=_PROCESS)
 
     @property

@@ -124,7 +124,7 @@ class _Builder:
 
     def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
         if "override" in names and names.index("override") < _index(names, "inductor"):
-            blocks = () if self._context.part == "backward" else self._context.declined
+            blocks = () if self._context.part == "backward" else self._context.graph.declined
             return (*blocks, *apply_overrides(self._module, self._context))
         return ()
 

@@ -105,7 +105,7 @@ class PartRecord:
         attempts = self._attempts([("", 0.0)] * len(self._plan.runs))
         events: list[Event] = [self._placement, *self._subgraphs, *self._boundaries, *attempts]
         kept = [_without_identity(event, self._whole) for event in events]
-        text = json.dumps(self._context.places.leave_out(kept), sort_keys=True)
+        text = json.dumps(self._context.graph.places.leave_out(kept), sort_keys=True)
         return text.replace(f'"{self._context.part_id}', '"@')
 
     def emit(self, seconds: float, artefact: str) -> None:
@@ -124,7 +124,7 @@ class PartRecord:
         """Record what Inductor's cache said about the part, or about one subgraph of a part that was cut."""
         subgraph = "" if index is None else self.subgraph_id(index)
         where = {"graph": self._context.graph_id, "part": self._context.part, "subgraph": subgraph}
-        self._append(*(verdict(lookup, self._context.key, **where) for lookup in lookups))
+        self._append(*(verdict(lookup, self._context.graph.key, **where) for lookup in lookups))
 
     def calls(self, index: int) -> Sequence[PlannedCall]:
         """The calls of overrides in a subgraph, in program order."""
@@ -148,8 +148,8 @@ class PartRecord:
                 nodes,
                 inputs=inputs,
                 outputs=outputs,
-                modules=self._context.modules if whole else distinct(map(module_path, nodes)),
-                sources=self._context.sources if whole else distinct(map(source_line, nodes)),
+                modules=self._context.graph.modules if whole else distinct(map(module_path, nodes)),
+                sources=self._context.graph.sources if whole else distinct(map(source_line, nodes)),
                 module="" if whole else common_path(filter(None, map(module_path, nodes))),
             )
         )
@@ -381,10 +381,10 @@ def read_record(
     )
     subgraphs: list[Subgraph] = []
     overrides: list[PlannedCall] = []
-    for data in context.places.fill_in(json.loads((record or "[]").replace('"@', f'"{context.part_id}'))):
+    for data in context.graph.places.fill_in(json.loads((record or "[]").replace('"@', f'"{context.part_id}'))):
         event = event_from_dict({**data, "schema": 1, "graph": context.graph_id})
         if isinstance(event, Boundary):
-            event = dataclasses.replace(event, bytes_hint=hint_of_text(event.bytes, context.sizes))
+            event = dataclasses.replace(event, bytes_hint=hint_of_text(event.bytes, context.graph.sizes))
         elif isinstance(event, Subgraph):
             event = _read_afresh(event, context, whole)
             subgraphs.append(event)
@@ -418,9 +418,9 @@ def _calls_again(event: Subgraph) -> list[PlannedCall]:
 def _read_afresh(event: Subgraph, context: LoweringContext, whole: bool) -> Subgraph:
     """Fill in what the record leaves out: sizes, and the source lines and modules of a whole part."""
     if whole and "/" not in event.subgraph:
-        event = dataclasses.replace(event, modules=context.modules, sources=context.sources)
+        event = dataclasses.replace(event, modules=context.graph.modules, sources=context.graph.sources)
     return dataclasses.replace(
         event,
-        flops_hint=hint_of_text(event.flops, context.sizes),
-        bytes_hint=hint_of_text(event.bytes, context.sizes),
+        flops_hint=hint_of_text(event.flops, context.graph.sizes),
+        bytes_hint=hint_of_text(event.bytes, context.graph.sizes),
     )

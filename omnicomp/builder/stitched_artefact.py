@@ -65,7 +65,7 @@ def keep(
         if not why:
             graph = _artefact(code, built, record, context)
             if not cache_entry.is_bundled():
-                why = cache_entry.save(graph, inputs, context.digest, sum(seconds for _, _, seconds in built))
+                why = cache_entry.save(graph, inputs, context.graph.digest, sum(seconds for _, _, seconds in built))
     except Exception as error:  # noqa: BLE001 - the reason why it is built in each process
         why = first_line(error)
     if why:

@@ -20,7 +20,7 @@ from omnicomp.builder.on_failure import write_script
 from omnicomp.builder.partition import extract, gather_getitems
 from omnicomp.devices import primary_device
 from omnicomp.errors import LoweringError, OmnicompError, first_line
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.options.policy import Policy
 from omnicomp.runtime.verify import Verifier
@@ -122,7 +122,7 @@ def _failure(graph: GraphModule, values: Sequence[Any], nodes: Sequence[Node]) -
     piece = extract(graph, nodes)
     tensors = [value for value in piece.fake_inputs if isinstance(value, torch.Tensor)]
     context = LoweringContext(
-        graph_id="script",
+        graph=GraphRecord(id="script"),
         part="inference",
         device=primary_device(tensor.device.type for tensor in tensors),
         policy=Policy(verify="first", on_error="raise"),

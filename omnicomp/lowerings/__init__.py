@@ -9,7 +9,7 @@ if __name__ != "omnicomp.lowerings":
 
 from typing import Final
 
-from omnicomp.lowerings.base import Executable, Lowering, LoweringContext, Support
+from omnicomp.lowerings.base import Executable, GraphRecord, KeyParts, Lowering, LoweringContext, Support
 from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.engines import resolve_engine
@@ -17,7 +17,17 @@ from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.lowerings.override import OverrideLowering
 
-__all__ = ["LOWERINGS", "Executable", "Lowering", "LoweringContext", "Support", "in_order", "lowering"]
+__all__ = [
+    "LOWERINGS",
+    "Executable",
+    "GraphRecord",
+    "KeyParts",
+    "Lowering",
+    "LoweringContext",
+    "Support",
+    "in_order",
+    "lowering",
+]
 
 LOWERINGS: Final[dict[str, Lowering]] = {
     "override": OverrideLowering(),

@@ -9,47 +9,46 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp.analysis.provenance import Places
-from omnicomp.builder.cache_keys import KeyParts
 from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
 from omnicomp.timeline.step_down import Where
 
-__all__ = ["Executable", "Lowering", "LoweringContext", "Support"]
+__all__ = ["Executable", "GraphRecord", "KeyParts", "Lowering", "LoweringContext", "Support"]
 
 Support = Reason | None
 """The answer to "do you take this node?": None is yes, a `Reason` is no."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoweringContext:
-    """The context of a part that a lowering gets.
+class KeyParts:
+    """What is known of a graph's cache keys before a cache is asked.
 
     Attributes:
-        graph_id: id of the Dynamo graph.
-        part: `forward`, `backward` or `inference`.
-        device: the device that the graph runs on.
-        policy: the user's options.
-        timeline: gets the events of builds (from the builder, not from the lowering).
-        inductor_kwargs: what `compile_fx` passes to its inner compile: static inputs, CUDA graphs, the graph's number.
-        digest: hash of everything of omnicomp that changes generated code.
-        modules: module paths of the Dynamo graph, for subgraphs that are a whole part.
-        sources: `file:line` of the Dynamo graph, for the same.
-        places: provenance of each node of the Dynamo graph behind the passes.
-        sizes: what the graph's symbolic sizes were at compile time, by name.
-        declined: blocks of the Dynamo graph that an override matched but was not put into.
-        key: the components of the graph's cache keys that are known before a lookup.
-        weights: the tensors of the call that is being compiled for which are weights of the model, by the name of their
-            placeholder in an inference graph; each a function that returns None once the tensor is gone.
-        undecomposed: whether the part was traced without Inductor's decompositions, for an engine.
+        identity: what stays the same when the key changes: the function and the modules that it is made of.
+        parts: what of omnicomp is in the key: by name, a text to show and a hash.
     """
 
-    graph_id: str
-    part: str
-    device: Device
-    policy: Policy
-    timeline: Timeline
-    inductor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    identity: str = ""
+    parts: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict[str, tuple[str, str]])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphRecord:
+    """What the record of a Dynamo graph needs of it, and lowerings don't.
+
+    Attributes:
+        id: of the graph.
+        digest: hash of everything of omnicomp that changes generated code.
+        modules: its module paths, for subgraphs that are a whole part.
+        sources: its `file:line`, for the same.
+        places: of each of its nodes behind the passes.
+        sizes: what its symbolic sizes were at compile time, by name.
+        declined: its blocks that an override matched but was not put into.
+        key: what of its cache keys is known before a cache is asked.
+    """
+
+    id: str
     digest: str = ""
     modules: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -57,10 +56,39 @@ class LoweringContext:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     declined: tuple[NodePlacement, ...] = ()
     key: KeyParts = dataclasses.field(default_factory=KeyParts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoweringContext:
+    """What a lowering may know about the graph that it is asked about.
+
+    Attributes:
+        graph: the record of the Dynamo graph.
+        part: `forward`, `backward` or `inference`.
+        device: the device that the graph runs on.
+        policy: the user's options.
+        timeline: where builds are recorded (by the builder, not by the lowering).
+        inductor_kwargs: what `compile_fx` passes to its inner compile: static inputs, CUDA graphs, the graph's number.
+        weights: the tensors of the call that is being compiled for which are weights of the model, by the name of their
+            placeholder in an inference graph; each a function that returns None once the tensor is gone.
+        undecomposed: whether the part was traced without Inductor's decompositions, as an engine may take of it.
+    """
+
+    graph: GraphRecord
+    part: str
+    device: Device
+    policy: Policy
+    timeline: Timeline
+    inductor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     weights: Mapping[str, Callable[[], torch.Tensor | None]] = dataclasses.field(
         default_factory=dict[str, Callable[[], torch.Tensor | None]]
     )
     undecomposed: bool = False
+
+    @property
+    def graph_id(self) -> str:
+        """Id of the Dynamo graph."""
+        return self.graph.id
 
     @property
     def part_id(self) -> str:

@@ -15,7 +15,7 @@ from omnicomp._torch.fx import boxed
 from omnicomp.audit.fold import fold
 from omnicomp.builder.record import emit_ran
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings import Executable, GraphRecord, LoweringContext
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.options.policy import Policy
@@ -115,7 +115,7 @@ def _mismatches(claim: str, call: Boxed) -> int:
     """How many differences from the plan the audit finds after a first call."""
     timeline = Timeline()
     context = LoweringContext(
-        graph_id="g0",
+        graph=GraphRecord(id="g0"),
         part="inference",
         device=resolve_device("cpu"),
         policy=Policy(verify="off"),

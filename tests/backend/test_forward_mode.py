@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import omnicomp
 from omnicomp._torch.dynamo.forward_mode import carries_tangents
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings import Executable, GraphRecord, LoweringContext
 from omnicomp.options.policy import Policy
 from omnicomp.runtime.guard import Guard, recorded_as_cudagraph
 from omnicomp.timeline import Capture, Ran, Reason, Retreat, Timeline, current
@@ -46,7 +46,7 @@ def test_only_calls_with_tangents_are_eagers(
 
     timeline = Timeline()
     context = LoweringContext(
-        graph_id="g0", part="inference", device=resolve_device("cpu"), policy=Policy(), timeline=timeline
+        graph=GraphRecord(id="g0"), part="inference", device=resolve_device("cpu"), policy=Policy(), timeline=timeline
     )
     call = Guard(
         call=code,

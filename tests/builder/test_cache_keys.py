@@ -19,7 +19,8 @@ import omnicomp
 from omnicomp import passes
 from omnicomp._torch.inductor.cache_lookups import Lookup, read_parts
 from omnicomp.builder import cache_keys
-from omnicomp.builder.cache_keys import KeyParts, changes, verdict
+from omnicomp.builder.cache_keys import changes, verdict
+from omnicomp.lowerings import KeyParts
 from omnicomp.timeline import Cache, Ran, Retreat, current
 
 ROOT = Path(__file__).parents[2]

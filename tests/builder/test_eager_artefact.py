@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from omnicomp._torch.inductor import graph_text as sources
 from omnicomp.builder import eager_artefact as fallbacks
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
 from omnicomp.timeline import Retreat, current
 
@@ -35,7 +35,11 @@ def part(*, random: bool = False, constant: bool = False) -> GraphModule:
 
 def context(name: str = "inference", **options: Any) -> LoweringContext:
     return LoweringContext(
-        graph_id="g0", part=name, device=resolve_device("cpu"), policy=parse(None, options), timeline=current()
+        graph=GraphRecord(id="g0"),
+        part=name,
+        device=resolve_device("cpu"),
+        policy=parse(None, options),
+        timeline=current(),
     )
 
 

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from omnicomp.builder.partition import extract, gather_getitems, stitching
 from omnicomp.builder.placement import place
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import LoweringContext, in_order
+from omnicomp.lowerings import GraphRecord, LoweringContext, in_order
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import Reason, Timeline
 
@@ -16,7 +16,11 @@ CUT = Reason(code="cut_out", by="inductor", sentence="planted")
 
 def context(policy: Policy | None = None) -> LoweringContext:
     return LoweringContext(
-        graph_id="g0", part="inference", device=resolve_device("cpu"), policy=policy or Policy(), timeline=Timeline()
+        graph=GraphRecord(id="g0"),
+        part="inference",
+        device=resolve_device("cpu"),
+        policy=policy or Policy(),
+        timeline=Timeline(),
     )
 
 

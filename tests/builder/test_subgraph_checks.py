@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import omnicomp
 from omnicomp.builder.subgraph_checks import described, taken_together
-from omnicomp.lowerings import EagerLowering, LoweringContext
+from omnicomp.lowerings import EagerLowering, GraphRecord, LoweringContext
 from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.options.policy import parse
 from omnicomp.timeline import Timeline
@@ -20,7 +20,11 @@ def nodes_of(function: object) -> list[torch.fx.Node]:
 def context(**values: object) -> LoweringContext:
     policy = dataclasses.replace(parse(None, {}), engines={"fake": values})
     return LoweringContext(
-        graph_id="g0", part="inference", device=omnicomp.resolve_device("cpu"), policy=policy, timeline=Timeline()
+        graph=GraphRecord(id="g0"),
+        part="inference",
+        device=omnicomp.resolve_device("cpu"),
+        policy=policy,
+        timeline=Timeline(),
     )
 
 

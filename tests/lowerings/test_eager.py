@@ -6,13 +6,13 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import Timeline
 
 CONTEXT = LoweringContext(
-    graph_id="g0", part="inference", device=resolve_device("cpu"), policy=Policy(), timeline=Timeline()
+    graph=GraphRecord(id="g0"), part="inference", device=resolve_device("cpu"), policy=Policy(), timeline=Timeline()
 )
 
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import omnicomp
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings import Executable, GraphRecord, LoweringContext
 from omnicomp.options.policy import Policy
 from omnicomp.runtime.guard import Guard, drawing_devices, obstacle
 from omnicomp.timeline import Attempt, Ran, Retreat, Timeline, current
@@ -43,7 +43,11 @@ class Kernel:
 def guard(kernel: Kernel, below: Kernel, on_error: str = "retreat", **fields: Any) -> tuple[Any, Timeline]:
     timeline = Timeline()
     context = LoweringContext(
-        graph_id="g0", part="forward", device=resolve_device("cpu"), policy=Policy(on_error=on_error), timeline=timeline
+        graph=GraphRecord(id="g0"),
+        part="forward",
+        device=resolve_device("cpu"),
+        policy=Policy(on_error=on_error),
+        timeline=timeline,
     )
     made = Guard(
         call=kernel,

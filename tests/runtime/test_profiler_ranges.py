@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
 from omnicomp.runtime import profiler_ranges
 from omnicomp.timeline import Timeline
@@ -55,7 +55,11 @@ def test_whole_parts_and_pieces_of_inductor_are_ranges_cold_and_warm() -> None:
 
 def test_without_the_option_the_callable_is_the_same() -> None:
     context = LoweringContext(
-        graph_id="g0", part="forward", device=resolve_device("cpu"), policy=parse(None, {}), timeline=Timeline()
+        graph=GraphRecord(id="g0"),
+        part="forward",
+        device=resolve_device("cpu"),
+        policy=parse(None, {}),
+        timeline=Timeline(),
     )
 
     def call(inputs: list[object]) -> list[object]:

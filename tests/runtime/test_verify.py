@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import omnicomp
 from omnicomp.devices import resolve_device
 from omnicomp.errors import LoweringError, OptionError
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.options.policy import Policy, parse
 from omnicomp.runtime.verify import Verifier, in_precision
 from omnicomp.timeline import Ran, Retreat, Timeline, current
@@ -30,7 +30,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
 def verifier(function: Callable[..., Any], *inputs: Tensor, **policy: Any) -> tuple[Verifier, Timeline]:
     timeline = Timeline()
     context = LoweringContext(
-        graph_id="g0",
+        graph=GraphRecord(id="g0"),
         part="inference",
         device=resolve_device("cpu"),
         policy=Policy(**{"verify": "first", **policy}),

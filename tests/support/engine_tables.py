@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from omnicomp._torch import opinfo
 from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings.base import LoweringContext
+from omnicomp.lowerings.base import GraphRecord, LoweringContext
 from omnicomp.lowerings.engines import Engine, Subgraph
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import current
@@ -119,7 +119,7 @@ def subgraph_of(call: Call, engine: Engine, *, first: bool = False) -> tuple[Sub
 def refusal(engine: Engine, subgraph: Subgraph, node: Node) -> str:
     """Why the engine does not take the operator, or what it is made of; empty if it does."""
     context = LoweringContext(
-        graph_id="g0",
+        graph=GraphRecord(id="g0"),
         part="inference",
         device=resolve_device(subgraph.device.type),
         policy=Policy(),

@@ -61,7 +61,8 @@ class Option:
             max_builds=min(old.max_builds, _BUILDS),
             inductor={**old.inductor, **self.inductor},
         )
-        return dataclasses.replace(graph, policy=policy, digest=f"{graph_digest(policy, graph.device)}{self.name}")
+        digest = f"{graph_digest(policy, graph.device)}{self.name}"
+        return dataclasses.replace(graph, policy=policy).with_record(digest=digest)
 
 
 def by_rule(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> Option:

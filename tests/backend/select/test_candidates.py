@@ -91,7 +91,7 @@ def test_an_option_changes_the_policy_and_the_key() -> None:
     plain, wrapped = (option.graph(graph) for option in options(gm, graph, weights=True)[0])
     assert wrapped.policy.choose == "off"
     assert wrapped.policy.engines["frozen"] == {"cpp_wrapper": True}
-    assert plain.digest != wrapped.digest
+    assert plain.record.digest != wrapped.record.digest
 
 
 def test_all_names_can_be_asked_for() -> None:

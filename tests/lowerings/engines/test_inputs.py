@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 import omnicomp
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.engines import inputs as engine_graphs
 from omnicomp.lowerings.engines.inputs import engines_of, informed, str_or_int, weights_of
 from omnicomp.options.policy import parse
@@ -31,7 +31,11 @@ def captured(model: Any, *inputs: torch.Tensor) -> tuple[GraphModule, list[Any]]
 
 def context(part: str = "inference") -> LoweringContext:
     return LoweringContext(
-        graph_id="g0", part=part, device=omnicomp.resolve_device("cpu"), policy=parse(None, {}), timeline=Timeline()
+        graph=GraphRecord(id="g0"),
+        part=part,
+        device=omnicomp.resolve_device("cpu"),
+        policy=parse(None, {}),
+        timeline=Timeline(),
     )
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 import omnicomp
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects, find_blocks
 from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.lowerings.overrides.tag import apply_blocks
@@ -73,7 +73,7 @@ def override() -> Iterator[list[int]]:
 
 def apply(module: GraphModule) -> tuple[NodePlacement, ...]:
     context = LoweringContext(
-        graph_id="g0",
+        graph=GraphRecord(id="g0"),
         part="",
         device=resolve_device("cpu"),
         policy=parse(None, {"lowerings": ["override", "eager"]}),
