@@ -52,8 +52,7 @@ expand = q.expand(1, -1, -1, -1)
 permute = torch.permute(transpose, (0, 1, 3, 2))
 expand_1 = permute.expand(1, -1, -1, -1)
 expand_2 = v.expand(1, -1, -1, -1)
-scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention(expand, expand_1, expand_2, scale =
-    0.125)
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention(expand, expand_1, expand_2, scale = 0.125)
 return (scaled_dot_product_attention,)""",
     )
 
@@ -82,8 +81,8 @@ expand = q.expand(1, -1, -1, -1)
 permute = torch.permute(getattr_1, (0, 1, 3, 2))
 expand_1 = permute.expand(1, -1, -1, -1)
 expand_2 = v.expand(1, -1, -1, -1)
-scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention(expand, expand_1, expand_2, scale =
-    0.125, is_causal = True)
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention(expand, expand_1, expand_2, scale = 0.125,
+    is_causal = True)
 return (scaled_dot_product_attention,)""",
     )
 

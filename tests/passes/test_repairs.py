@@ -42,7 +42,7 @@ def test_the_builtin_loss_has_its_reduction_named() -> None:
         graph,
         "multilabel_margin_loss = torch._C._nn.multilabel_margin_loss(x, y, 2)",
         "multilabel_margin_loss = omnicomp_passes_repairs_multilabel_margin_loss("
-        "input = x, target = y, reduction = 'sum')",
+        "input = x, target = y, reduction =\n    'sum')",
     )
 
 
