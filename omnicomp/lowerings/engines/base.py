@@ -6,7 +6,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.fx import Node
@@ -20,7 +20,9 @@ from omnicomp.lowerings.engines.operators import Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
 from omnicomp.timeline import Reason
 
-__all__ = ["Engine", "EngineExecutable", "Session"]
+__all__ = ["Engine", "EngineExecutable", "Session", "aligned"]
+
+_ALIGNMENT: Final = 64
 
 Session = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 """Runs a subgraph on its inputs; used by one thread at a time. What it returns belongs to the caller for good."""
@@ -205,3 +207,20 @@ class Engine(abc.ABC):
         if not sentence:
             raise EngineError(f"the engine {self.name} refuses without a reason")
         return Reason(code=code, by=self.name, sentence=sentence, lever=lever)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of its shape, at an address that vector instructions take; a copy if it isn't so.
+
+    Torch calls a tensor contiguous whatever the strides of its dimensions of size 1 are, and other libraries do not. A
+    view may begin anywhere.
+    """
+    tensor = tensor.detach()  # a weight that is an input may be a parameter
+    strides: list[int] = []
+    step = 1
+    for size in reversed(tensor.shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    if tensor.stride() != tuple(strides):
+        tensor = tensor.contiguous().as_strided(tensor.shape, strides)
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

@@ -41,6 +41,8 @@ def canonical(graph: Graph) -> None:
             _zero_where_all_is_hidden(node)
         elif name in _VIEWS or (name in _GROWS and fake_value(node).shape == fake_value(node.args[0]).shape):
             node.target, node.args = aten.view.default, (node.args[0], list(fake_value(node).shape))
+        elif name == "t":
+            node.target, node.args = aten.permute.default, (node.args[0], list(range(fake_value(node).ndim))[::-1])
         elif name in _FILLED or name in _FULL or node.target is aten.fill.Scalar:
             value = _FILLED[name] if name in _FILLED else argument(node, _FULL.get(name, "value"))
             fake = fake_value(node)

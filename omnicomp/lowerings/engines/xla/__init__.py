@@ -1,6 +1,6 @@
-"""XLA, through JAX: ATen operators as functions of `jax.numpy` and `jax.lax`, compiled for a class of sizes."""
+"""XLA, through JAX: torch decomposes ATen operators to primitives, which are functions of `jax.numpy` and `jax.lax`."""
 
-from omnicomp.lowerings.engines.xla import layers, linear, pointwise, pools, reductions, shapes
+from omnicomp.lowerings.engines.xla import operators
 from omnicomp.lowerings.engines.xla.engine import XlaEngine
 
-__all__ = ["XlaEngine", "layers", "linear", "pointwise", "pools", "reductions", "shapes"]
+__all__ = ["XlaEngine", "operators"]

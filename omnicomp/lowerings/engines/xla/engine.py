@@ -1,6 +1,7 @@
 """The engine: a subgraph becomes one XLA program for its sizes, which runs on the memory of torch's tensors."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Generator, Sequence
@@ -9,17 +10,18 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp._torch.autograd.decompose import decomposed
+from omnicomp._torch.autograd.decompositions import decompositions_but
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.lowerings.engines.conversion import convert
 from omnicomp.lowerings.engines.subgraph import Results, Subgraph
 from omnicomp.lowerings.engines.versions import missing_package
 from omnicomp.lowerings.engines.xla.executable import XlaExecutable, imported, loaded
-from omnicomp.lowerings.engines.xla.library import Jax, as_jax, jax
+from omnicomp.lowerings.engines.xla.forms import FORMS, computed
+from omnicomp.lowerings.engines.xla.library import as_jax, jax
 
 __all__ = ["XlaEngine"]
 
@@ -27,23 +29,6 @@ _PACKAGES: Final = {"jax": (0, 10)}
 _INSTALL: Final = 'pip install "omnicomp[xla]"'
 _FLOATS: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-
-# What torch makes of operators of the table. Nothing random is among them.
-_DECOMPOSED: Final = (
-    *("_native_batch_norm_legit_functional", "native_batch_norm_backward", "native_group_norm_backward"),
-    *("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"),
-    *("mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss"),
-    *("huber_loss_backward", "binary_cross_entropy", "binary_cross_entropy_backward"),
-    *("binary_cross_entropy_with_logits", "celu", "glu", "glu_backward"),
-    *("hardtanh_backward", "hardsigmoid_backward", "hardswish_backward", "leaky_relu_backward", "elu_backward"),
-    *("softplus_backward", "mish_backward", "logit_backward", "log_sigmoid_forward", "log_sigmoid_backward"),
-    *("_prelu_kernel", "_prelu_kernel_backward", "hardshrink", "softshrink", "softshrink_backward"),
-    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d"),
-    *("replication_pad3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
-    *("pixel_shuffle", "pixel_unshuffle", "im2col", "addmv", "addr", "eye", "diag_embed"),
-    *("sinc", "std_mean", "index_add", "index_copy", "aminmax", "count_nonzero"),
-    *("triu_indices", "tril_indices", "rot90", "_safe_softmax", "_fused_rms_norm", "_fused_rms_norm_backward"),
-)
 
 
 class XlaEngine(Engine):
@@ -58,7 +43,6 @@ class XlaEngine(Engine):
     name = "xla"
     clustering = Clustering(devices=("cpu", "cuda"), dtypes=(*_FLOATS, *_INTEGERS), training=True)
     copies = True
-    decompositions = decompositions_of(_DECOMPOSED)
 
     def missing(self) -> str:
         """JAX, or a newer one."""
@@ -92,21 +76,23 @@ class XlaEngine(Engine):
             EngineError: it needs more memory than it may use.
             Exception: what JAX raises.
         """
-        results, operators = Results(subgraph), self.operators
+        if subgraph.dynamic:
+            raise EngineError("it is built for fixed sizes; take dynamic='classes' among its options")
         order = _order(subgraph)
+        fakes = [fake_value(node) for node in subgraph.placeholders]
+        module = decomposed(subgraph.module, fakes, decompositions_but(FORMS))
+        results = Results(dataclasses.replace(subgraph, module=module))
+        placeholders = list(module.graph.find_nodes(op="placeholder"))
 
         def run(*arrays: Any) -> tuple[Any, ...]:
-            inputs: list[Any] = [None] * len(subgraph.placeholders)
-            for index, array in zip(order, arrays, strict=True):
-                inputs[index] = array
-            values = convert(subgraph, operators, Jax(), inputs)
+            values = computed(module, {placeholders[i]: array for i, array in zip(order, arrays, strict=True)})
             return tuple(values[node] for node in results.nodes)
 
         device = _device(subgraph.device)
         with own_settings():
             sharding = jax.sharding.SingleDeviceSharding(device)
-            fakes: list[Any] = [fake_value(subgraph.placeholders[index]) for index in order]
-            shapes = [jax.ShapeDtypeStruct(tuple(f.shape), as_jax(f.dtype), sharding=sharding) for f in fakes]
+            given = [fakes[index] for index in order]
+            shapes = [jax.ShapeDtypeStruct(tuple(f.shape), as_jax(f.dtype), sharding=sharding) for f in given]
             compiled = jax.jit(run).lower(*shapes).compile()
         _within(compiled, subgraph.options.workspace_bytes)
         return XlaExecutable(compiled, _constants(subgraph), results, subgraph.device)

@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp.errors import EngineError
-from omnicomp.lowerings.engines.base import EngineExecutable, Session
-from omnicomp.lowerings.engines.conversion import plain
+from omnicomp.lowerings.engines.base import EngineExecutable, Session, aligned
 from omnicomp.lowerings.engines.subgraph import Results
 from omnicomp.lowerings.engines.xla.library import jax
 
@@ -68,7 +67,7 @@ class XlaExecutable(EngineExecutable):
 
 def imported(tensor: torch.Tensor) -> Any:
     """A tensor as an array of the same memory; of a copy where it is strided or isn't aligned."""
-    return jax.dlpack.from_dlpack(plain(tensor))
+    return jax.dlpack.from_dlpack(aligned(tensor))
 
 
 def loaded(data: bytes, inputs: int, outputs: int, device: Any) -> Any:

@@ -5,10 +5,9 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp.lowerings.engines.conversion import dtype_name
 from omnicomp.lowerings.engines.lazy import Lazy
 
-__all__ = ["HIGHEST", "Jax", "as_jax", "jax", "jnp", "lax", "precision_of"]
+__all__ = ["HIGHEST", "as_jax", "jax", "jnp", "lax", "precision_of"]
 
 jnp: Final[Any] = Lazy("jax.numpy")
 lax: Final[Any] = Lazy("jax.lax")
@@ -34,7 +33,7 @@ jax: Final[Any] = _Package()
 
 def as_jax(dtype: torch.dtype) -> Any:
     """JAX's dtype for one of torch's."""
-    return jnp.dtype(getattr(jnp, "bool_" if dtype == torch.bool else dtype_name(dtype)))
+    return jnp.dtype(getattr(jnp, "bool_" if dtype == torch.bool else str(dtype).removeprefix("torch.")))
 
 
 def precision_of(kind: str) -> Any:
@@ -47,31 +46,3 @@ def precision_of(kind: str) -> Any:
     products, convolutions = tf32_settings()
     allowed = (products if kind == "matmul" else convolutions) == "tf32"
     return lax.Precision.DEFAULT if allowed else lax.Precision.HIGHEST
-
-
-class Jax:
-    """What `convert` makes of JAX's arrays."""
-
-    def computes_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Half precision is computed in float32, as in torch's kernels, and rounded once."""
-        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-    def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """The value in another dtype."""
-        return jnp.asarray(value).astype(as_jax(dtype))
-
-    def number(self, value: float, dtype: torch.dtype) -> Any:
-        """A zero-dimensional constant."""
-        return jnp.asarray(value, dtype=as_jax(dtype))
-
-    def constant(self, tensor: torch.Tensor) -> Any:
-        """A constant of the graph."""
-        return jnp.asarray(tensor.detach().cpu().tolist(), dtype=as_jax(tensor.dtype)).reshape(tuple(tensor.shape))
-
-    def kept(self, value: Any) -> Any:
-        """The value: tracing computes each once."""
-        return value
-
-    def shape(self, value: Any) -> tuple[int, ...]:
-        """The shape of a value."""
-        return tuple(jnp.shape(value))
