@@ -12,6 +12,8 @@ import pytest
 from made_timelines import large_timeline
 from processes import python
 
+from omnicomp.audit import audit
+from omnicomp.audit.views import VIEWS
 from omnicomp.timeline import JsonLinesSink, Timeline
 
 Command = Callable[..., tuple[int, str, str]]
@@ -35,6 +37,13 @@ def test_the_tree(omnicomp: Command, timeline: Path) -> None:
     assert omnicomp("audit", timeline, "--format", "tree")[1] == out
     by_time = omnicomp("audit", timeline, "--by", "time")[1]
     assert "of time" in by_time
+
+
+def test_each_view_is_a_format(omnicomp: Command, timeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, view in VIEWS.items():
+        assert omnicomp("audit", timeline, "--format", name, "--no-source") == (0, view(audit(timeline)), "")
+    monkeypatch.setitem(VIEWS, "ids", lambda report: " ".join(graph.id for graph in report.graphs))
+    assert omnicomp("audit", timeline, "--format", "ids") == (0, "g0", "")
 
 
 def test_why(omnicomp: Command, timeline: Path, tmp_path: Path) -> None:

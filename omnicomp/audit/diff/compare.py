@@ -44,23 +44,14 @@ def _between(before: Report, after: Report) -> Iterator[Change]:
     for one, other in pairs:
         yield from _graphs(one, other, fallen[0].get(one.id, []), fallen[1].get(other.id, []))
     for graph in gone:
-        yield Change(
-            kind="disappeared",
-            what="graph",
-            before=_graph_name(graph),
-            graph=graph.identity,
-            places=(graph.function,),
-            sentence=f"the graph {_graph_name(graph)} is not there any more",
-        )
+        name = _graph_name(graph)
+        about: dict[str, Any] = {"what": "graph", "graph": graph.identity, "places": (graph.function,)}
+        sentence = f"the graph {name} is not there any more"
+        yield Change(kind="disappeared", before=name, sentence=sentence, **about)
     for graph in new:
-        yield Change(
-            kind="appeared",
-            what="graph",
-            after=_graph_name(graph),
-            graph=graph.identity,
-            places=(graph.function,),
-            sentence=f"the graph {_graph_name(graph)} is there now",
-        )
+        name = _graph_name(graph)
+        about = {"what": "graph", "graph": graph.identity, "places": (graph.function,)}
+        yield Change(kind="appeared", after=name, sentence=f"the graph {name} is there now", **about)
         yield from _fallbacks([], fallen[1].get(graph.id, []), GraphAudit(id=""), graph)
     yield from _environments(before, after)
 
@@ -134,13 +125,8 @@ def _parts(
     if one is None or other is None:
         kind, text = ("appeared", "there now") if one is None else ("disappeared", "not there any more")
         what = f"{name} part" if name else "whole graph on eager"
-        yield Change(
-            kind=kind,
-            what=what,
-            graph=graph.identity,
-            part=name,
-            sentence=f"the {what} of {_graph_name(graph)} is {text}",
-        )
+        sentence = f"the {what} of {_graph_name(graph)} is {text}"
+        yield Change(kind=kind, what=what, graph=graph.identity, part=name, sentence=sentence)
         return
     rows, others = _live(one), _live(other)
     pairs, gone, new = paired_rows(rows, others)
@@ -182,47 +168,22 @@ def _alone(row: SubgraphAudit, graph: GraphAudit, kind: str, text: str) -> Chang
 
 
 def _rows(old: SubgraphAudit, row: SubgraphAudit, graph: GraphAudit, fallen: set[str]) -> Iterator[Change]:
-    common: dict[str, Any] = {"graph": graph.identity, "part": row.part, "places": (row.identity,)}
-    reasons = row.reasons
+    def change(kind: str, what: str, sentence: str, before: str, after: str, **more: Any) -> Change:
+        about: dict[str, Any] = {"graph": graph.identity, "part": row.part, "places": (row.identity,), **more}
+        return Change(kind=kind, what=what, sentence=sentence, before=before, after=after, **about)
+
+    was, now = old.lowering, row.lowering
     if row.mismatch and not old.mismatch:
-        yield Change(
-            kind="mismatch",
-            what="subgraph",
-            sentence=f"a subgraph was {row.difference}",
-            before=old.lowering,
-            after=row.lowering,
-            reasons=reasons,
-            **common,
-        )
-    elif row.lowering != old.lowering and not {old.id, row.id} & fallen:
-        yield Change(
-            kind="moved",
-            what="subgraph",
-            sentence=f"a subgraph is on {row.lowering}, and was on {old.lowering}",
-            before=old.lowering,
-            after=row.lowering,
-            reasons=reasons,
-            **common,
-        )
+        yield change("mismatch", "subgraph", f"a subgraph was {row.difference}", was, now, reasons=row.reasons)
+    elif now != was and not {old.id, row.id} & fallen:
+        yield change("moved", "subgraph", f"a subgraph is on {now}, and was on {was}", was, now, reasons=row.reasons)
     if (old.ran is None) != (row.ran is None):
-        called = ["was not called" if r.ran is None else "was called" for r in (old, row)]
-        yield Change(
-            kind="not_called",
-            what="subgraph",
-            before=called[0],
-            after=called[1],
-            sentence=f"a subgraph {called[1]}, and {called[0]} before",
-            **common,
-        )
+        was, now = ("was not called" if each.ran is None else "was called" for each in (old, row))
+        yield change("not_called", "subgraph", f"a subgraph {now}, and {was} before", was, now)
     wrong = {v.name: v.detail for v in row.verifications if v.state == "wrong"}
     for name in sorted(set(wrong) - {v.name for v in old.verifications if v.state == "wrong"}):
-        yield Change(
-            kind="wrong",
-            what=name,
-            after=wrong[name],
-            sentence=f"the override {name} was found to compute something else than its reference",
-            **common,
-        )
+        sentence = f"the override {name} was found to compute something else than its reference"
+        yield change("wrong", name, sentence, "", wrong[name])
 
 
 def _retreats(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
