@@ -117,20 +117,20 @@ def to_json(checks: list[Check]) -> str:
     return json.dumps({"schema": 1, "ok": ok, "checks": [dataclasses.asdict(c) for c in checks]}, indent=2) + "\n"
 
 
+def _required(name: str, found: str, todo: str = "") -> Check:
+    """A check of what omni can't do without: it is missing if there is something to do."""
+    return Check(name=name, status="missing" if todo else "ok", found=found, todo=todo)
+
+
 def _python() -> Iterator[Check]:
+    old = sys.version_info[:2] < OLDEST_PYTHON
     found = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        yield Check(name="python", status="missing", found=found, todo="use Python 3.10 or newer")
-    else:
-        yield Check(name="python", status="ok", found=found)
+    yield _required("python", found, "use Python 3.10 or newer" if old else "")
 
 
 def _torch() -> Iterator[Check]:
     parts = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if parts < OLDEST_TORCH:
-        yield Check(name="torch", status="missing", found=torch.__version__, todo="install torch 2.11 or newer")
-    else:
-        yield Check(name="torch", status="ok", found=torch.__version__)
+    yield _required("torch", torch.__version__, "install torch 2.11 or newer" if parts < OLDEST_TORCH else "")
 
 
 def _omnicomp() -> Iterator[Check]:
@@ -147,22 +147,22 @@ def _entry_point() -> Iterator[Check]:
     name = 'backend "omni"'
     entries = list(importlib.metadata.entry_points(group=_BACKENDS, name="omni"))
     ours = [entry for entry in entries if entry.value == "omnicomp.backend.pipeline:omni"]
-    others = sorted({entry.value for entry in entries} - {entry.value for entry in ours})
+    others = ", ".join(sorted({entry.value for entry in entries} - {entry.value for entry in ours}))
     if not ours:
-        found = f"the entry point omni of {_BACKENDS} is {', '.join(others) if others else 'not there'}"
-        yield Check(name=name, status="missing", found=found, todo="install omnicomp with pip install -e .")
+        found = f"the entry point omni of {_BACKENDS} is {others or 'not there'}"
+        yield _required(name, found, "install omnicomp with pip install -e .")
         return
     try:
         ours[0].load()
     except Exception as error:  # noqa: BLE001 - that it can't be loaded is the answer
         found = f"{ours[0].value} can't be loaded ({first_line(error)})"
-        yield Check(name=name, status="missing", found=found, todo="install omnicomp's dependencies again")
+        yield _required(name, found, "install omnicomp's dependencies again")
         return
     if others:
         todo = "uninstall the other package: torch takes whichever it sees first"
-        yield Check(name=name, status="note", found=f"also claimed by {', '.join(others)}", todo=todo)
+        yield Check(name=name, status="note", found=f"also claimed by {others}", todo=todo)
     else:
-        yield Check(name=name, status="ok", found=f"entry point resolves to {ours[0].value}")
+        yield _required(name, f"entry point resolves to {ours[0].value}")
 
 
 def _other_devices(names: Sequence[str]) -> Iterator[Check]:
@@ -351,9 +351,9 @@ def _cache() -> Iterator[Check]:
     problem = _unwritable(folder / "omnicomp-doctor")
     if problem:
         todo = "name a writable folder in TORCHINDUCTOR_CACHE_DIR"
-        yield Check(name="cache", status="missing", found=f"{folder} can't be written ({problem})", todo=todo)
+        yield _required("cache", f"{folder} can't be written ({problem})", todo)
     else:
-        yield Check(name="cache", status="ok", found=f"{folder}, {_size(folder) / 2**20:.1f} MiB")
+        yield _required("cache", f"{folder}, {_size(folder) / 2**20:.1f} MiB")
 
 
 def _size(folder: Path) -> int:
@@ -369,16 +369,13 @@ def _size(folder: Path) -> int:
 
 def _timeline() -> Iterator[Check]:
     pattern = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    found = f"{ENVIRONMENT_VARIABLE}={pattern}"
     if not pattern:
-        yield Check(name="timeline", status="ok", found=f"{ENVIRONMENT_VARIABLE} is not set; events stay in memory")
-        return
-    path = expand(pattern)
-    problem = _unwritable(path)
-    if problem:
-        found = f"{ENVIRONMENT_VARIABLE}={pattern} can't be written ({problem})"
-        yield Check(name="timeline", status="missing", found=found, todo="name a writable path")
+        yield _required("timeline", f"{ENVIRONMENT_VARIABLE} is not set; events stay in memory")
+    elif problem := _unwritable(expand(pattern)):
+        yield _required("timeline", f"{found} can't be written ({problem})", "name a writable path")
     else:
-        yield Check(name="timeline", status="ok", found=f"{ENVIRONMENT_VARIABLE}={pattern}")
+        yield _required("timeline", found)
 
 
 def _attestation() -> Iterator[Check]:
