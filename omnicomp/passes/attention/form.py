@@ -99,11 +99,14 @@ def dense_form(site: Site, reader: Reader) -> Form:
                     code="not_equal",
                 )
             mask.append(step)
-        elif isinstance(step, Add | Floor):
-            if isinstance(step, Floor) and not _absorbs(step.value, torch.float32):
+        elif isinstance(step, Floor):
+            if not _absorbs(step.value, torch.float32):
                 raise _ended(
                     site, "the scores are clamped", "a bound that no score reaches", f"clamp(min={step.value})"
                 )
+            if mask:  # scores alone do not reach the bound
+                mask.append(step)
+        elif isinstance(step, Add):
             mask.append(step)
         else:
             raise _ended(

@@ -125,3 +125,7 @@ def test_every_query_that_attends_to_nothing_is_counted(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     assert check(Program(mask="tril", padding="left")).empty_rows
     assert not check(Program(mask="tril", padding="right")).empty_rows
+
+
+def test_a_bound_that_no_score_reaches_is_no_mask() -> None:
+    assert check(Program(softmax="clamped", scale="after_mask", dtype="bfloat16")).fused
