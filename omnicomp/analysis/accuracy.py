@@ -23,7 +23,7 @@ _ROUNDINGS: Final = 16.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         error: the largest error of a result, relative to the norm of the truth.

@@ -1,4 +1,4 @@
-"""Autograd: a graph behind the passes is differentiated, and each of its parts built by the ladder."""
+"""AOTAutograd on a graph behind the passes; the builder builds each of its parts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = ["compile_parts", "uses_inductor"]
 
 @autograd_stage
 def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, weights: Weights | None = None) -> Any:
-    """Autograd, with every part built by the ladder; decisions of parts restored from a cache are replayed.
+    """Run AOTAutograd and build every part; the records of parts that a cache restores are replayed.
 
     Args:
         gm: a Dynamo graph behind the passes.

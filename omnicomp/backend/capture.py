@@ -56,7 +56,7 @@ class CapturedGraph:
         return dataclasses.replace(self, record=dataclasses.replace(self.record, **changes))
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
-        """What the lowerings may know about one part."""
+        """The context that the lowerings of one part get."""
         return LoweringContext(
             graph=self.record,
             part=part,

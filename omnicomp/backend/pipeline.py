@@ -108,7 +108,7 @@ def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: 
 def _build(
     passed: Passed, inputs: Sequence[Any], graph: CapturedGraph, *, after_dynamo: bool = False
 ) -> Callable[..., Any]:
-    """Compile a graph behind the passes, or answer for the compiler's failure.
+    """Compile a graph behind the passes; if the compiler fails, the graph runs eager.
 
     Args:
         passed: the graph, which is consumed.

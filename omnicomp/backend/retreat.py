@@ -29,7 +29,7 @@ __all__ = [
 
 
 def run_uncaptured(gm: GraphModule, error: Exception) -> Callable[..., Any]:
-    """Run a Dynamo graph of which nothing could be learnt, through torch's dispatcher."""
+    """Run a Dynamo graph that could not be recorded, through torch's dispatcher."""
     reason = Reason(
         code="capture_failed",
         by="capture",
@@ -41,9 +41,9 @@ def run_uncaptured(gm: GraphModule, error: Exception) -> Callable[..., Any]:
 
 
 def given_up_if_rejected(compiled: Callable[..., Any], kept: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
-    """Call what was compiled, unless the gradients of an override in it are found wrong in the first call.
+    """Call the compiled graph, unless the first call finds the gradients of an override in it wrong.
 
-    The forward that finds that is given up, and the graph runs eager with the override's reference. After the first
+    That forward is abandoned, and the graph runs eager with the override's reference. After the first
     call this is one more frame, in graphs that hold an override with a derivative of its own.
     """
     target = compiled
@@ -87,7 +87,7 @@ def record_graph_break(graph: CapturedGraph, error: Exception) -> None:
 
 
 def record_retreat(graph: str, source: str, target: str, reason: Reason) -> None:
-    """Record that the whole graph moved from one way of going on to another."""
+    """Record that the whole graph stepped down."""
     record_step_down(current(), _whole(graph), source, target, reason, attempts=False)
 
 
@@ -111,7 +111,7 @@ def retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) ->
 
 
 def _running_eager(gm: GraphModule, graph: str, compiler: str, reason: Reason) -> Callable[..., Any]:
-    """Call a graph as it is; that it moved to eager is recorded now, and that it ran there by its first call."""
+    """Call a graph as it is. Records now that it moved to eager, and in the first call that it ran there."""
     once = record_eager(graph, compiler, reason)
 
     def run(*args: Any) -> Any:
@@ -123,7 +123,7 @@ def _running_eager(gm: GraphModule, graph: str, compiler: str, reason: Reason) -
 
 
 def record_eager(graph: str, compiler: str, reason: Reason) -> Once:
-    """Record that the whole graph moved to eager; what is returned records that it ran there."""
+    """Record that the whole graph moved to eager; the result records, when called, that it ran there."""
     timeline = current()
     record_step_down(timeline, _whole(graph), compiler, "eager", reason)
     ran = Ran(**_whole(graph), lowering="eager", evidence="torch.fx.GraphModule")

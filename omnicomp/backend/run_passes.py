@@ -28,7 +28,7 @@ class Passed:
 
     Attributes:
         module: the graph.
-        assumptions: what it takes for granted of its inputs.
+        assumptions: what it assumes of its inputs.
         events: what the passes reported.
         traced_under: makes what has to be in force while it is compiled.
     """
@@ -57,7 +57,7 @@ def run_passes(
 ) -> Passed:
     """Run the pipeline; a pass that raises costs its rewrites, not the user's program.
 
-    `kept` is a copy of the graph to go on with then, if there is one already.
+    `kept` is a copy of the graph for that case, if there is one already.
     """
     own = copy_module(gm) if kept is None else None
     pipeline = [item.of(graph.policy) for item in passes.PIPELINE]

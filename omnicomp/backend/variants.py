@@ -272,7 +272,7 @@ class Variants:
 def within_sizes(
     compiled: Callable[..., Any], eager: Callable[..., Any], sizes: late_compile.SizeGuards, graph: CapturedGraph
 ) -> Callable[..., Any]:
-    """Call what was compiled where it is right, and the graph itself for other sizes, which Dynamo's guards let in."""
+    """Call the compiled graph for the sizes that it is right for, and the graph itself for other sizes."""
     reason = Reason(
         code="capture_failed",
         by="speculation",

@@ -1,4 +1,4 @@
-"""Which part of a compile cache's key changed: what was compiled before is remembered beside the caches.
+"""Explains a miss of a compile cache: the components of earlier keys are stored beside the caches.
 
 A key is one hash, and says nothing of why it is another one. For each part of a graph a small file keeps what the key
 of its last compilation was made of, as torch and omnicomp name it; a miss is compared with that. Nothing is read or

@@ -22,11 +22,11 @@ Support = Reason | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyParts:
-    """What is known of a graph's cache keys before a cache is asked.
+    """The components of a graph's cache keys that are known before a lookup.
 
     Attributes:
-        identity: what stays the same when the key changes: the function and the modules that it is made of.
-        parts: what of omnicomp is in the key: by name, a text to show and a hash.
+        identity: equal for earlier versions of the graph: the function and the modules that it is made of.
+        parts: omnicomp's components of the key: by name, a text to show and a hash.
     """
 
     identity: str = ""
@@ -35,17 +35,17 @@ class KeyParts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphRecord:
-    """What the record of a Dynamo graph needs of it, and lowerings don't.
+    """The record of a Dynamo graph: identity, provenance and cache key.
 
     Attributes:
         id: of the graph.
         digest: hash of everything of omnicomp that changes generated code.
         modules: its module paths, for subgraphs that are a whole part.
         sources: its `file:line`, for the same.
-        places: of each of its nodes behind the passes.
+        places: provenance of its nodes behind the passes.
         sizes: what its symbolic sizes were at compile time, by name.
         declined: its blocks that an override matched but was not put into.
-        key: what of its cache keys is known before a cache is asked.
+        key: the components of its cache keys that are known before a lookup.
     """
 
     id: str
@@ -60,7 +60,7 @@ class GraphRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoweringContext:
-    """What a lowering may know about the graph that it is asked about.
+    """The context of a part that a lowering gets.
 
     Attributes:
         graph: the record of the Dynamo graph.
@@ -71,7 +71,7 @@ class LoweringContext:
         inductor_kwargs: what `compile_fx` passes to its inner compile: static inputs, CUDA graphs, the graph's number.
         weights: the tensors of the call that is being compiled for which are weights of the model, by the name of their
             placeholder in an inference graph; each a function that returns None once the tensor is gone.
-        undecomposed: whether the part was traced without Inductor's decompositions, as an engine may take of it.
+        undecomposed: whether the part was traced without Inductor's decompositions, for an engine.
     """
 
     graph: GraphRecord

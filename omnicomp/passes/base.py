@@ -37,7 +37,7 @@ __all__ = ["Applied", "Pass", "PassContext", "PassResult", "digest", "run_pipeli
 
 @dataclasses.dataclass(kw_only=True)
 class PassContext:
-    """What a pass may know, and where it reports.
+    """The context of a pass: the graph, its device, and where to report.
 
     Attributes:
         graph_id: id of the Dynamo graph in the timeline.

@@ -1,4 +1,4 @@
-"""What surrounds the call of an executable, wherever one is made callable: built or restored, a part or a piece of one.
+"""Wrappers around the call of an executable, built or restored, a whole part or a piece.
 
 Most wrappers return the callable itself where the policy does not ask for them, so that it costs nothing.
 """
@@ -25,7 +25,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the wrappers may know of an executable.
+    """The executable as wrappers see it.
 
     Attributes:
         context: where it belongs.
@@ -57,11 +57,11 @@ WRAPPERS: Final[tuple[Wrapper, ...]] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapped:
-    """A callable with all that surrounds it.
+    """A callable with all wrappers around it.
 
     Attributes:
-        first: the first call, in which is seen what runs.
-        later: asked after that for what to call from then on.
+        first: the first call, which is observed.
+        later: returns the callable of all later calls, once the first has returned.
     """
 
     first: Boxed
@@ -112,7 +112,7 @@ def wrap(
 
 
 def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
-    """The executable with what its verification found in its evidence."""
+    """The executable with the result of its verification in its evidence."""
     if verifier is None:
         return result
 

@@ -29,7 +29,7 @@ Session = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 class EngineExecutable(abc.ABC):
-    """What an engine made of a subgraph; it is kept, and shared by all calls of the same content."""
+    """An engine's executable of a subgraph; it is cached, and shared by all subgraphs of the same content."""
 
     @abc.abstractmethod
     def session(self) -> Session:
@@ -53,7 +53,7 @@ class EngineExecutable(abc.ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that is kept between calls; 0 if that is unknown."""
+        """Memory that stays allocated between calls; 0 if that is unknown."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Which subgraphs an engine gets: the options of clustering, and why one is not handed over."""
+"""Clustering: which subgraphs an engine gets, as options, and why one is refused."""
 
 import dataclasses
 import warnings

@@ -1,4 +1,4 @@
-"""Inductor, well set: weights built in and packed, `tanh` as arithmetic that vectorises, and optionally a C++ wrapper.
+"""Inductor as an engine: weights built in and packed, `tanh` as arithmetic that vectorises, optionally a C++ wrapper.
 
 It is an engine as it builds weights in. Inductor's own freezing never looks at them again; here they are followed
 (`omnicomp.weights.baked`), and a changed weight is never passed by. docs/benchmarks.md has what each setting gives.

@@ -1,4 +1,4 @@
-"""What a graph needs when engines may take parts of it: no decompositions of Inductor's, and the weights' values."""
+"""Inputs of engines: graphs without Inductor's decompositions, and the values of the model's weights."""
 
 import dataclasses
 import weakref
@@ -44,7 +44,7 @@ def weights_of(gm: GraphModule, inputs: Sequence[Any]) -> Weights:
 
 
 def informed(context: LoweringContext, part: GraphModule, weights: Weights, count: int) -> LoweringContext:
-    """The context of a part with what engines need to know.
+    """The context of a part with the weights that engines may build in.
 
     Args:
         context: of a part that was traced without decompositions.

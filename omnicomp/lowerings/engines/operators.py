@@ -1,4 +1,4 @@
-"""Which operators an engine takes: a registry that a decorator fills, and whose entries decide support."""
+"""The registry of an engine's operators: a decorator fills it, and its entries decide what is supported."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator

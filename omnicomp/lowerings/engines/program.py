@@ -1,4 +1,4 @@
-"""A subgraph on an engine, from the first call to the last: built for the sizes and weights of a call, and followed.
+"""A subgraph on an engine: built for the sizes and weights of a call, and built again when they change.
 
 Weights are built into an executable where a change of theirs would be seen (`omnicomp.weights.baked`). When one
 changes the

@@ -1,4 +1,4 @@
-"""The cache of what engines compiled: by content, in memory and, where an engine can, on disk.
+"""The cache of executables of engines: by content, in memory and, where an engine can, on disk.
 
 The key says everything that decides what is compiled: the graph with shapes, strides, dtypes and devices, the contents
 of the weights that are built in, the engine with its version and options, torch, omnicomp, and the machine's threads.
@@ -42,7 +42,7 @@ class Store:
         dump: Callable[[object], bytes | None] | None,
         owner: str = "",
     ) -> tuple[object, str]:
-        """What is kept under a key, or else what `make` returns, which is kept then.
+        """The cached executable of a key, or else the result of `make`, which is cached.
 
         Two threads that ask for one key get one executable.
 
@@ -144,7 +144,7 @@ def _keep(path: Path, made: object, dump: Callable[[object], bytes | None]) -> N
 
 
 def prune(folder: Path, allowed: int) -> None:
-    """Remove what was not used for the longest time, until the files of all engines take no more than allowed bytes."""
+    """Remove the least recently used files until those of all engines take no more than the allowed bytes."""
     total = 0
     for path in reversed(kept.oldest_first(folder.glob("*/*.bin"))):
         with contextlib.suppress(FileNotFoundError):  # another process was faster

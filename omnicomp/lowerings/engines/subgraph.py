@@ -1,4 +1,4 @@
-"""What an engine is handed: one subgraph of ATen operators, with what is known about its inputs."""
+"""The input of `Engine.compile`: one subgraph of ATen operators, with the known values of its inputs."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

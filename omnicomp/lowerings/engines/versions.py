@@ -1,4 +1,4 @@
-"""Whether an engine's packages are installed, and new enough; asked without importing them."""
+"""Checks that an engine's packages are installed, and new enough, without importing them."""
 
 import functools
 import importlib.metadata
