@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 __all__ = [
     "AcknowledgeError",
-    "BudgetSpentError",
     "CompilerFaultError",
     "DeviceError",
     "EngineError",
@@ -25,7 +24,6 @@ __all__ = [
     "PassError",
     "ReportError",
     "TimelineError",
-    "WrongResultError",
     "first_line",
     "harmless",
     "nearest",
@@ -66,10 +64,6 @@ class LoweringError(OmnicompError):
     """No lowering of the policy could build a subgraph, or a retreat was refused because it would be wrong."""
 
 
-class BudgetSpentError(OmnicompError):
-    """Not raised any more: the option `build_seconds` has no effect."""
-
-
 class FallbackError(OmnicompError):
     """More runs eager than the option `fallback` allows; the message names the operators, their lines and levers."""
 
@@ -88,10 +82,6 @@ class TimelineError(OmnicompError):
 
 class ReportError(OmnicompError):
     """A report can't be read: it is missing, not what the audit wrote, or of a newer schema."""
-
-
-class WrongResultError(OmnicompError):
-    """What was built of some nodes computes something else than eager, beyond what rounding explains."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_part
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.dispatch_trace import listening, storage_key
-from omnicomp._torch.autograd.overrides import HigherOrderOperator, source_name
+from omnicomp._torch.autograd.overrides import HigherOrderOperator, mutated_arguments, source_name
 from omnicomp._torch.symbols import expression
 from omnicomp.analysis.nodes import fake_value, op_name, plain_path
 
@@ -270,8 +270,7 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     if schema is None or not schema.is_mutable:
         return []
     bound = _bind(operator, args, kwargs)
-    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [tensor for name in names for tensor in _tensors(bound.get(name))]
+    return [tensor for name in mutated_arguments(operator) for tensor in _tensors(bound.get(name))]
 
 
 def _bind(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
