@@ -22,7 +22,7 @@ os.environ.pop("OMNICOMP_TIMELINE", None)
 
 # The second one is for the slow tier: `--hypothesis-profile=many`.
 if settings:
-    for name, examples in (("few", 40), ("many", 500)):
+    for name, examples in (("few", 40), ("many", 100)):
         settings.register_profile(
             name,
             max_examples=examples,

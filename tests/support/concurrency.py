@@ -18,7 +18,7 @@ __all__ = ["NO_GPU", "ONE_THREAD", "WIDE", "behind_a_fork", "in_threads", "many_
 THREADS = 8
 Work = Callable[[], None]
 
-# Everything, where a few stand for all otherwise: `OMNICOMP_WIDE=1 pytest tests/test_hard_programs.py`.
+# Everything, where a few stand for all otherwise: `OMNICOMP_WIDE=1 pytest tests/e2e/test_hard_programs.py`.
 WIDE = bool(os.environ.get("OMNICOMP_WIDE"))
 # GNU's OpenMP has no threads left behind a fork, and code for several waits for them for ever.
 ONE_THREAD = {"cpp.threads": 1}
