@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from foreach_versions import uncounted
 from torch import Tensor, nn
 
 from omnicomp import weights
@@ -89,6 +90,10 @@ def optimised_fused(model: Model) -> None:
 
 
 CHANGES = [in_place, through_data, other_data, loaded, other_parameter, averaged, optimised, optimised_fused]
+
+
+def test_only_functions_that_are_wrapped_do_not_count_what_they_write() -> None:
+    assert uncounted("cuda") <= {"_foreach_lerp_", "_foreach_zero_"}
 
 
 @pytest.mark.inductor
