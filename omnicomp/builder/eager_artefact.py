@@ -18,7 +18,7 @@ from omnicomp._torch.inductor.graph_text import from_source, to_source
 from omnicomp.analysis.costs import hint_of_text, size_of
 from omnicomp.analysis.layouts import Layout
 from omnicomp.errors import first_line
-from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.runtime.guard import Boxed, Guard, obstacle, recorded_as_cudagraph
 from omnicomp.timeline import Reason
@@ -101,7 +101,7 @@ def guard_call(
     overwritten: frozenset[str],
     recorded: bool = False,
     piece: int | None = None,
-    lowering: str = "inductor",
+    lowering: str = MAIN.name,
     around: Callable[[Boxed], Boxed] = lambda call: call,
 ) -> Guard:
     """The same for a callable, which may be a piece of a cut part.

@@ -19,6 +19,7 @@ from omnicomp._torch.inductor.failures import kind_of
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.errors import first_line
+from omnicomp.lowerings import MAIN
 from omnicomp.timeline import Reason
 
 __all__ = ["Prober", "Verdict", "find_failing", "refused_by"]
@@ -224,7 +225,7 @@ def _named_unit(units: Sequence[Unit], error: Exception) -> int | None:
 def _reason(node: Node, error: Exception, note: str = "", lever: str = "") -> Reason:
     return Reason(
         code="cut_out",
-        by="inductor",
+        by=MAIN.name,
         sentence=f"Inductor can't build it: {first_line(error)}{f' ({note})' if note else ''}",
         observed=type(getattr(error, "inner_exception", error)).__name__,
         node=f"{node.name} ({op_name(node)})",

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
 from omnicomp.analysis.exact_hash import fingerprint
-from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings import MAIN, LoweringContext
 from omnicomp.store import JsonStore, folder
 from omnicomp.timeline import Cache, Reason
 
@@ -105,7 +105,7 @@ class PartVerdicts:
         """
         self._context = context
         self._lock = threading.Lock()
-        self._enabled = context.policy.verdicts != "off" and "inductor" in context.device.lowerings and keeps_caches()
+        self._enabled = context.policy.verdicts != "off" and MAIN.name in context.device.lowerings and keeps_caches()
         self._entry = Entry(key="")
         if self._enabled:
             nodes = list(module.graph.nodes)

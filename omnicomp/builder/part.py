@@ -4,7 +4,6 @@ The usual case comes first and costs nothing extra: a graph that goes wholly to 
 """
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +11,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.autograd.decompose import with_decompositions
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.autotuning import failure_of_autotuning, not_kept, without_autotuning
-from omnicomp._torch.inductor.cache_lookups import Lookup
-from omnicomp._torch.inductor.group_casts import cast_together
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
@@ -31,9 +27,8 @@ from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.builder.subgraph_checks import described, taken_together
 from omnicomp.errors import LoweringError, first_line
-from omnicomp.lowerings import Executable, Lowering, LoweringContext, in_order, lowering
+from omnicomp.lowerings import MAIN, Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import put_references
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.options.engine_names import engine_names
@@ -123,7 +118,7 @@ class _Builder:
         return self._build_pieces(plan, refused)
 
     def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
-        if "override" in names and names.index("override") < _index(names, "inductor"):
+        if "override" in names and names.index("override") < _index(names, MAIN.name):
             blocks = () if self._context.part == "backward" else self._context.graph.declined
             return (*blocks, *apply_overrides(self._module, self._context))
         return ()
@@ -144,24 +139,14 @@ class _Builder:
 
     def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
         start = time.perf_counter()
-        lookups: list[Lookup] = []
-        fallback = eager_artefact.dumps(plain, self._inputs)
-        module = self._module
-        if self._context.undecomposed:
-            module = with_decompositions(module, self._inputs, self._context.part)
-        nodes = list(self._module.graph.nodes)
-        if self._context.part != "inference" and self._context.policy.dtype_policy.rewrites:
-            cast_together(module.graph)
-        with self._building("inductor", record.subgraph_id(0), len(nodes)), self._tuning():
-            compiled = compile_fx.compile_part(
-                module, self._inputs, record.dumps(), lookups, fallback, **self._context.inductor_kwargs
-            )
-        record.emit(time.perf_counter() - start, compile_fx.artefact_path(compiled))
-        record.emit_cache(lookups)
-        if not isinstance(compiled, compile_fx.CompiledFxGraph):
-            return compiled
         subgraph, guard = record.subgraph_id(0), None
-        result = dataclasses.replace(executable(compiled), call=compiled.current_callable)
+        fallback = eager_artefact.dumps(plain, self._inputs)
+        with self._building(MAIN, subgraph, len(self._module.graph.nodes)), self._tuning():
+            result = MAIN.lower_whole(self._module, self._inputs, self._context, record.dumps(), fallback)
+        record.emit(time.perf_counter() - start, result.artefact)
+        record.emit_cache(result.lookups)
+        if result.install is None:
+            return result.call
         if self._context.policy.on_error != "raise":
             held = self._inputs if self._context.part == "backward" else ()
             guard = self._guard(plain, self._inputs, subgraph, result, held)
@@ -171,21 +156,19 @@ class _Builder:
             subgraph,
             record.emit_ran,
             guard=guard,
-            verifier=self._verifier(plain, self._inputs, subgraph),
+            verifier=self._verifier(plain, self._inputs, subgraph, MAIN.name),
             calls=record.calls(0),
             repeatable=obstacle(plain) is None,
         )
-        compile_fx.call_first(compiled, wrapped.first, wrapped.later)
-        return compiled if self._tunes else not_kept(compiled)
+        result.install(wrapped.first, wrapped.later)
+        return result.compiled if self._tunes else not_kept(result.compiled)
 
-    def _verifier(
-        self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str = "inductor"
-    ) -> Verifier | None:
+    def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str) -> Verifier | None:
         """The verifier of an executable, if one is asked for; first calls on engines are always verified."""
         context = self._context
         if name in engine_names() and context.policy.verify != "off":
             return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering=name)
-        if name != "inductor":
+        if name != MAIN.name:
             return None
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
         if context.policy.verify not in ("first", "always") or recorded:
@@ -232,7 +215,7 @@ class _Builder:
         """Find the nodes that made an Inductor run fail, cut them out, and place again."""
         if self._context.policy.on_error == "raise":
             raise error
-        if run.lowering != "inductor":
+        if run.lowering != MAIN.name:
             return self._refuse(run, error)
         verdict = self._setbacks.learn(self._module, self._verdict(run, error))
         self._cut.update(verdict.cut)
@@ -253,7 +236,7 @@ class _Builder:
     def _refuse(self, run: Run, error: Exception) -> Plan:
         """Take from another compiler the nodes that it fails on; the whole run, if it compiles nothing at all."""
         name = run.lowering
-        prober = Prober(lambda nodes: self._try(nodes, name), self._context.policy.max_builds)
+        prober = Prober(lambda nodes: self._try(nodes, lowering(name)), self._context.policy.max_builds)
         nothing = isinstance(error, NotImplementedError)
         verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
         refused = refused_by(run.nodes, verdict, error, name, *described(name, self._context.device.type))
@@ -276,20 +259,20 @@ class _Builder:
             or untuned
             or Reason(
                 code="build_failed",
-                by="inductor",
-                sentence=f"Inductor can't build the nodes together, only in two parts: {why}",
+                by=MAIN.name,
+                sentence=f"{MAIN.title} can't build the nodes together, only in two parts: {why}",
                 lever=f"report the error to PyTorch{f'; `omnicomp bisect {names}` repeats it' if names else ''}",
             )
         )
-        self._record_retreat("inductor", ", ".join(sorted(set(now.values()))) or "inductor", reason)
+        self._record_retreat(MAIN.name, ", ".join(sorted(set(now.values()))) or MAIN.name, reason)
 
     def _record_retreat(self, source: str, target: str, reason: Reason) -> None:
         context = self._context
         record_step_down(context.timeline, context.where(context.part_id), source, target, reason, attempts=False)
 
-    def _try(self, nodes: Sequence[Node], name: str = "inductor") -> Exception | None:
+    def _try(self, nodes: Sequence[Node], builder: Lowering = MAIN) -> Exception | None:
         try:
-            self._build_piece(lowering(name), extract(self._module, nodes), nodes)
+            self._build_piece(builder, extract(self._module, nodes), nodes)
         except CONTROL_FLOW:
             raise
         except Exception as error:  # noqa: BLE001 - the answer to "does it build?"
@@ -347,11 +330,11 @@ class _Builder:
         """What Inductor measures inside: nothing, once that has failed for this part."""
         return contextlib.nullcontext() if self._tunes else without_autotuning()
 
-    def _building(self, lowering: str, subgraph: str, nodes: int) -> contextlib.AbstractContextManager[Any]:
+    def _building(self, builder: Lowering, subgraph: str, nodes: int) -> contextlib.AbstractContextManager[Any]:
         """An attempt is under way inside; without a subgraph it is one to find out which nodes fail."""
-        context, name = self._context, {"inductor": "Inductor"}.get(lowering, lowering)
+        context, name = self._context, MAIN.title if builder is MAIN else builder.name
         text = f"{name} builds {subgraph or f'{nodes} operators of {context.part_id} to find what fails'}"
-        about = {"graph": context.graph_id, "part": context.part, "subgraph": subgraph, "lowering": lowering}
+        about = {"graph": context.graph_id, "part": context.part, "subgraph": subgraph, "lowering": builder.name}
         return activity("build", text, shown=context.policy.progress, **about)
 
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
@@ -376,7 +359,7 @@ class _Builder:
 
     def _build_piece(self, builder: Lowering, piece: Piece, nodes: Sequence[Node], subgraph: str = "") -> None:
         start = time.perf_counter()
-        with self._building(builder.name, subgraph, len(nodes)), self._tuning():
+        with self._building(builder, subgraph, len(nodes)), self._tuning():
             result = builder.lower(piece.module, piece.fake_inputs, self._context)
         self._built[_key(nodes)] = (result, time.perf_counter() - start)
 
@@ -384,8 +367,8 @@ class _Builder:
 def _untunable(error: BaseException) -> Reason:
     return Reason(
         code="build_failed",
-        by="inductor",
-        sentence=f"autotuning failed, and Inductor builds the part again without it: {first_line(error)}",
+        by=MAIN.name,
+        sentence=f"autotuning failed, and {MAIN.title} builds the part again without it: {first_line(error)}",
         observed=type(error).__name__,
         lever="set max_autotune=False, or free memory",
     )

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LoweringError
-from omnicomp.lowerings import in_order
+from omnicomp.lowerings import MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
 from omnicomp.lowerings.override import override_of
 from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
@@ -49,7 +49,7 @@ class Plan:
     @property
     def whole(self) -> bool:
         """Whether the part is one Inductor graph."""
-        return len(self.runs) == 1 and self.runs[0].lowering == "inductor"
+        return len(self.runs) == 1 and self.runs[0].lowering == MAIN.name
 
 
 def place(
@@ -93,7 +93,7 @@ def place(
             placed[node] = placed[producer]
             continue
         rule = forced.get(node) or (last_match(rules, node, graph, part) if rules else None)
-        placed[node], chain = _choose(node, lowerings, context, {**refused, "inductor": cut}, rule)
+        placed[node], chain = _choose(node, lowerings, context, {**refused, MAIN.name: cut}, rule)
         if chain:
             declined.append(
                 NodePlacement(
@@ -131,8 +131,8 @@ def _choose(
             if reason.code != "no_override":
                 chain.append(reason)
             continue
-        if lowering.name == "override" and "inductor" in names and node.name not in failed["inductor"]:
-            return "inductor", tuple(chain)  # opaque to Inductor, inside its graph
+        if lowering.name == "override" and MAIN.name in names and node.name not in failed[MAIN.name]:
+            return MAIN.name, tuple(chain)  # opaque to Inductor, inside its graph
         return lowering.name, tuple(chain)
     reasons = "; ".join(str(reason) for reason in chain) or "no lowering is left"
     raise LoweringError(f"no lowering of {names} takes {node.name} ({op_name(node)}) at {source_line(node)}: {reasons}")

@@ -24,8 +24,8 @@ from omnicomp.builder.boundaries import boundaries
 from omnicomp.builder.cache_keys import verdict
 from omnicomp.builder.partition import Piece
 from omnicomp.builder.placement import Plan
-from omnicomp.lowerings import Executable, LoweringContext
-from omnicomp.lowerings.inductor import executable
+from omnicomp.lowerings import MAIN, Executable, LoweringContext
+from omnicomp.lowerings.inductor import whole_executable
 from omnicomp.lowerings.override import PlannedCall, override_of, planned, planned_call
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.tag import matched_at
@@ -159,7 +159,7 @@ class PartRecord:
             if call is not None:
                 calls.append(call)
             item = override_of(node)
-            if item is None or lowering != "inductor":
+            if item is None or lowering != MAIN.name:
                 continue
             names = self._overrides.setdefault(identity, [])
             count = sum(1 for name in names if name.split(":")[0] == item.name)
@@ -235,7 +235,7 @@ class PartRecord:
                 attempts.append(self._attempt(identity, name, ok=False, reason=refused.get(name), skipped=skipped))
             for name in self._overrides.get(identity, ()):
                 child = f"{identity}/{name}"
-                attempts.append(self._attempt(child, "inductor", ok=False, skipped="skipped: kernel_override selected"))
+                attempts.append(self._attempt(child, MAIN.name, ok=False, skipped="skipped: kernel_override selected"))
                 attempts.append(self._attempt(child, "override", ok=True, selected=True))
         return attempts
 
@@ -337,7 +337,7 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any) -> No
         context: where the part belongs now.
         compiled: the restored graph.
     """
-    result = dataclasses.replace(executable(compiled), call=compiled.current_callable)
+    result = whole_executable(compiled)
     subgraph, guard = f"{context.part_id}.0", None
     subgraphs, overrides = read_record(
         kept.record, context, compile_fx.artefact_key(compiled), {subgraph: result.artefact}
@@ -389,7 +389,7 @@ def read_record(
             event = _read_afresh(event, context, whole)
             subgraphs.append(event)
             overrides += _calls_again(event)
-        elif isinstance(event, Attempt) and event.selected and event.lowering == "inductor":
+        elif isinstance(event, Attempt) and event.selected and event.lowering == MAIN.name:
             event = dataclasses.replace(event, artefact=artefacts.get(event.subgraph, ""))
         if event is not None:
             timeline.append(event)

@@ -23,7 +23,7 @@ from omnicomp.builder import eager_artefact
 from omnicomp.builder.partition import Call, Piece, Stitching
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off, emit_ran, read_record
 from omnicomp.errors import first_line
-from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.runtime.evidence import Witness
@@ -85,7 +85,7 @@ def _artefact(
     pieces: list[dict[str, Any]] = []
     for index, (piece, result, _) in enumerate(built):
         data: dict[str, Any] = {"lowering": result.lowering}
-        if result.lowering == "inductor":
+        if result.lowering == MAIN.name:
             why = cache_entry.unkept(result.compiled)
             if why:
                 notes = "; ".join(lookup.note for lookup in result.lookups if lookup.note)
@@ -152,7 +152,7 @@ def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], L
 
 def _restored(data: dict[str, Any], graph: Any) -> Executable:
     """The executable of one subgraph."""
-    if data["lowering"] == "inductor":
+    if data["lowering"] == MAIN.name:
         result = executable(graph)
         run = compile_fx.direct(graph)
         layouts = [eager_artefact.load_layout(layout) for layout in data.get("layouts", ())]

@@ -9,7 +9,7 @@ if __name__ != "omnicomp.lowerings":
 
 from typing import Final
 
-from omnicomp.lowerings.base import Executable, GraphRecord, KeyParts, Lowering, LoweringContext, Support
+from omnicomp.lowerings.base import Executable, GraphRecord, KeyParts, Lowering, LoweringContext, Support, WholeLowering
 from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.engines import resolve_engine
@@ -19,20 +19,24 @@ from omnicomp.lowerings.override import OverrideLowering
 
 __all__ = [
     "LOWERINGS",
+    "MAIN",
     "Executable",
     "GraphRecord",
     "KeyParts",
     "Lowering",
     "LoweringContext",
     "Support",
+    "WholeLowering",
     "in_order",
     "lowering",
 ]
 
+MAIN: Final[WholeLowering] = InductorLowering()
+"""The lowering that a part goes to as it is, where nothing in it has to run elsewhere."""
 LOWERINGS: Final[dict[str, Lowering]] = {
     "override": OverrideLowering(),
     "device": DeviceLowering(),
-    "inductor": InductorLowering(),
+    MAIN.name: MAIN,
     "eager": EagerLowering(),
 }
 
@@ -55,6 +59,6 @@ def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:
             Engines say themselves which devices they serve.
     """
     if "device" not in names:
-        names = tuple(each for name in names for each in (("device", name) if name == "inductor" else (name,)))
+        names = tuple(each for name in names for each in (("device", name) if name == MAIN.name else (name,)))
     chosen = [name for name in names if name in served or name not in LOWERINGS]
     return [lowering(name) for name in (*chosen, *(() if "eager" in chosen else ("eager",)))]

@@ -14,7 +14,7 @@ from omnicomp.options.policy import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
 from omnicomp.timeline.step_down import Where
 
-__all__ = ["Executable", "GraphRecord", "KeyParts", "Lowering", "LoweringContext", "Support"]
+__all__ = ["Executable", "GraphRecord", "KeyParts", "Lowering", "LoweringContext", "Support", "WholeLowering"]
 
 Support = Reason | None
 """The answer to "do you take this node?": None is yes, a `Reason` is no."""
@@ -114,6 +114,8 @@ class Executable:
         overwritten: names of inputs that a call may write to once it is through with them.
         lookups: what the compile cache was asked for it, and answered.
         compiled: the compiler's own object, if it has one; what the caches keep.
+        install: puts a first call, and what to ask for later ones, into the compiler's own object; None if calls don't
+            go through it.
     """
 
     lowering: str
@@ -125,6 +127,7 @@ class Executable:
     generated: str = ""
     lookups: tuple[Lookup, ...] = ()
     compiled: Any = None
+    install: Callable[[Callable[[list[Any]], Any], Callable[[], Callable[..., Any]]], None] | None = None
 
 
 @runtime_checkable
@@ -148,5 +151,35 @@ class Lowering(Protocol):
         Raises:
             Exception: anything. The builder finds the nodes that are to blame and cuts them out of Inductor's subgraph;
                 from another lowering it becomes a LoweringError.
+        """
+        ...
+
+
+class WholeLowering(Lowering, Protocol):
+    """A lowering that builds whole parts, too: its own object is what autograd calls, and what its cache keeps.
+
+    Operators of overrides inside a subgraph stay there, and are called by the code that it generates.
+    """
+
+    title: str
+    """Its name for people."""
+
+    def lower_whole(
+        self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext, record: str, fallback: bytes
+    ) -> Executable:
+        """Build a whole part.
+
+        Args:
+            module: the part. The lowering owns it and may change it.
+            inputs: fake tensors and symbolic sizes, one a placeholder.
+            context: where it comes from.
+            record: the decisions that made it, which travel in the artefact.
+            fallback: what it takes to run the part another way, which travels in the artefact.
+
+        Returns:
+            An executable whose `compiled` is to be called, and through whose `install` the call is surrounded.
+
+        Raises:
+            Exception: anything; the builder finds the nodes that are to blame.
         """
         ...

@@ -1,6 +1,7 @@
 """The Inductor lowering: takes everything on a device that Inductor generates code for."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -8,18 +9,20 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.autograd.decompose import with_decompositions
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp._torch.inductor.group_casts import cast_together
 from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
-__all__ = ["InductorLowering"]
+__all__ = ["InductorLowering", "executable", "whole_executable"]
 
 
 class InductorLowering:
     """Builds a subgraph with Inductor's own inner compile, caches included."""
 
     name = "inductor"
+    title = "Inductor"
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Everything: what Inductor has no code generator for, it calls as an external kernel itself."""
@@ -53,6 +56,30 @@ class InductorLowering:
             layouts, run = list(map(layout_of, predicted)), result.call
             result.call = lambda arguments: list(map(restride, run(arguments), layouts))
         return result
+
+    def lower_whole(
+        self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext, record: str, fallback: bytes
+    ) -> Executable:
+        """Build a whole part as `compile_fx` asks for it, CUDA graphs included."""
+        if context.undecomposed:
+            module = with_decompositions(module, inputs, context.part)
+        if context.part != "inference" and context.policy.dtype_policy.rewrites:
+            cast_together(module.graph)
+        lookups: list[Lookup] = []
+        compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, **context.inductor_kwargs)
+        return dataclasses.replace(whole_executable(compiled), lookups=tuple(lookups))
+
+
+def whole_executable(compiled: Any) -> Executable:
+    """Wrap a whole part, built or restored, so that its call can be surrounded."""
+    result = executable(compiled)
+    if not isinstance(compiled, compile_fx.CompiledFxGraph):  # a graph without operators
+        return result
+
+    def install(first: Callable[[list[Any]], Any], later: Callable[[], Callable[..., Any]]) -> None:
+        compile_fx.call_first(compiled, first, later)
+
+    return dataclasses.replace(result, call=compiled.current_callable, install=install)
 
 
 def executable(compiled: Any) -> Executable:
