@@ -13,16 +13,19 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+
 import torch
 from harness import markdown_table
+from operator_sweep import FORMS, PASSING, check_operator
 
 from omnicomp._torch import opinfo
-from omnicomp.testing.operators import FORMS, PASSING, check_operator
 
 OPTIONS: dict[str, dict[str, Any]] = {"eager": {"lowerings": ["eager"]}, "inductor": {}}
 

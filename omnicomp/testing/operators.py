@@ -1,72 +1,23 @@
-"""One operator of PyTorch's database under `torch.compile`, against eager: values, gradients, layout and aliasing.
+"""Calls of the operators of PyTorch's database, and how their results differ.
 
-The operators' own sample inputs are used. Where a result is not eager's to the tolerance of its dtype, both are
-compared with the operator in double precision, as a compiler may round in another order than eager.
+Conformance checks compare a device with the CPU by them; omnicomp's own tests compare compiled code with eager.
 """
 
 import copy
 import dataclasses
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from omnicomp import timeline
 from omnicomp._torch import opinfo
-from omnicomp.timeline import Capture, Retreat
 
-__all__ = ["FORMS", "PASSING", "Outcome", "check_operator"]
-
-Form = Literal["function", "in_place", "out"]
-FORMS: Final[tuple[Form, ...]] = ("function", "in_place", "out")
-PASSING: Final = ("ok", "retreated", "eager_fails")
-
-_DOUBLE: Final = {
-    torch.float32: torch.float64,
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128,
-    torch.complex32: torch.complex128,
-}
-_TIMES_EAGERS_ERROR: Final = 4.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of one sample.
-
-    Attributes:
-        operator: its name in the database.
-        form: `function`, `in_place` (the method that writes to its input) or `out` (results into given tensors).
-        sample: its number.
-        verdict: `ok`; `retreated` (right, after something fell back); `eager_fails` (eager raises, so that nothing is
-            asked of a compiler); or a failure: `raised`, `wrong_value`, `wrong_gradient`, `wrong_layout`.
-        detail: the first line of what was raised or is wrong.
-        retreats: `from -> to: reason` of each fall-back in the timeline.
-        graphs: how many graphs reached the backend.
-        seconds: of this sample, eager included.
-    """
-
-    operator: str
-    form: str
-    sample: int
-    verdict: str
-    detail: str = ""
-    retreats: tuple[str, ...] = ()
-    graphs: int = 0
-    seconds: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing failed that eager does not fail."""
-        return self.verdict in PASSING
+__all__ = ["BackwardError", "Case", "Result", "call", "case_of", "difference", "draws"]
 
 
 @dataclasses.dataclass
-class _Case:
+class Case:
     """A call: fresh inputs at each `inputs()`, and what is differentiated of the result."""
 
     function: Callable[..., Any]
@@ -75,16 +26,13 @@ class _Case:
     gradients: bool
 
     def inputs(self) -> tuple[Any, Any, Any]:
+        """The arguments: the tensors, which a call may write to, are copies."""
         memo: dict[int, Any] = {}
         return tree_map(lambda value: _copy(value, memo), self.values)
 
-    def in_double(self) -> "_Case":
-        double = tree_map(_doubled, self.values)
-        return dataclasses.replace(self, values=double)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Result:
+class Result:
     """What a call left behind; tensors are detached, but `requires_grad` is noted.
 
     Attributes:
@@ -102,61 +50,11 @@ class _Result:
     aliases: list[list[int]]
 
 
-class _BackwardError(Exception):
+class BackwardError(Exception):
     """The forward ran, and its backward raised."""
 
 
-def check_operator(
-    name: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    first: int = 0,
-    samples: int = 2,
-    gradients: bool = True,
-    backend: str | Callable[..., Any] = "omni",
-    options: Mapping[str, Any] | None = None,
-    forms: Sequence[str] = ("function",),
-    own_random: bool = False,
-) -> list[Outcome]:
-    """Compile an operator for some of its samples, and compare with eager.
-
-    Args:
-        name: as in `omnicomp._torch.opinfo.names`.
-        dtype: of the samples; there are no outcomes if the operator does not take it.
-        device: device type.
-        first: number of the first sample.
-        samples: how many at most.
-        gradients: whether to compare gradients where the operator has them.
-        backend: of `torch.compile`.
-        options: of `torch.compile`.
-        forms: which of `FORMS`; one that the operator lacks is left out.
-        own_random: whether the compiler has random numbers of its own, so that only shapes and dtypes are compared
-            where eager's results depend on the seed.
-
-    Raises:
-        OmnicompError: there is no such operator, or the database can't be imported.
-    """
-    entry = opinfo.find(name)
-    if not opinfo.supports(entry, dtype, device):
-        return []
-    differentiable = gradients and opinfo.differentiable(entry, dtype, device)
-    outcomes: list[Outcome] = []
-    given = opinfo.samples(entry, dtype, device, first=first, count=samples, requires_grad=differentiable)
-    for number, sample in enumerate(given, first):
-        for form in forms:
-            start = time.perf_counter()
-            case = _case(entry, sample, form, gradients=differentiable)
-            if case is None:
-                continue
-            verdict = _Check(entry, case, backend, options, own_random).run()
-            outcomes.append(
-                Outcome(operator=name, form=form, sample=number, seconds=time.perf_counter() - start, **verdict)
-            )
-    return outcomes
-
-
-def _case(entry: Any, sample: Any, form: str, *, gradients: bool) -> _Case | None:
+def case_of(entry: Any, sample: Any, form: str, *, gradients: bool) -> Case | None:
     """The call of a sample in one form, or None if the operator does not have it."""
     operator: Any = entry.op
 
@@ -180,117 +78,19 @@ def _case(entry: Any, sample: Any, form: str, *, gradients: bool) -> _Case | Non
         gradients = False
         try:
             torch.manual_seed(0)
-            expected = function(*_Case(function, values, _same, False).inputs())
+            expected = function(*Case(function, values, _same, False).inputs())
         except Exception as error:  # noqa: BLE001 - the form `function` reports it
             del error
             return None
         values[2]["out"] = tree_map(lambda v: torch.zeros_like(v) if isinstance(v, torch.Tensor) else v, expected)
-    return _Case(function, values, sample.output_process_fn_grad or _same, gradients)
+    return Case(function, values, sample.output_process_fn_grad or _same, gradients)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-class _Check:
-    """Runs a case in eager and compiled, and says how they differ."""
-
-    def __init__(
-        self,
-        entry: Any,
-        case: _Case,
-        backend: str | Callable[..., Any],
-        options: Mapping[str, Any] | None,
-        own_random: bool,
-    ) -> None:
-        self._case = case
-        self._backend = backend
-        self._options = dict(options) if options else None
-        self._own_random = own_random
-        self._defined = opinfo.has_defined_values(entry)
-
-    def run(self) -> dict[str, Any]:
-        """The fields of the outcome."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                expected = _call(self._case, self._case.function, seed=0)
-            except Exception as error:  # noqa: BLE001 - becomes the outcome's detail
-                return {"verdict": "eager_fails", "detail": _line(error)}
-            torch.compiler.reset()
-            timeline.clear()
-            try:
-                options: dict[str, Any] = {"options": self._options} if self._options else {}
-                compiled: Any = torch.compile(self._case.function, backend=self._backend, **options)
-                actual = _call(self._case, compiled, seed=0)
-                wrong = self._difference(actual, expected)
-            except Exception as error:  # noqa: BLE001 - becomes the outcome's detail
-                stage = "backward: " if isinstance(error, _BackwardError) else ""
-                wrong = ("raised", stage + _line(error.__cause__ or error if stage else error))
-            return {**self._verdict(wrong), "graphs": _count(Capture)}
-
-    def _verdict(self, wrong: tuple[str, str] | None) -> dict[str, Any]:
-        retreats = tuple(
-            f"{event.source_lowering} -> {event.target_lowering}: {event.reason.sentence if event.reason else ''}"
-            for event in timeline.current().events()
-            if isinstance(event, Retreat)
-        )
-        if wrong is None:
-            return {"verdict": "retreated" if retreats else "ok", "retreats": retreats}
-        return {"verdict": wrong[0], "detail": wrong[1], "retreats": retreats}
-
-    def _difference(self, actual: _Result, expected: _Result) -> tuple[str, str] | None:
-        """The failing verdict and its detail, or None."""
-        if len(actual.values) != len(expected.values):
-            return "wrong_value", f"returns {len(actual.values)} values instead of {len(expected.values)}"
-        if actual.requires_grad != expected.requires_grad:
-            return "wrong_gradient", f"requires_grad {actual.requires_grad} instead of {expected.requires_grad}"
-        valued = self._defined and not (self._own_random and self._draws(expected))
-        for kind, pairs in (
-            ("value", list(zip(actual.values, expected.values, strict=True))),
-            ("input after the call", list(zip(actual.inputs, expected.inputs, strict=True))),
-            ("gradient", list(zip(actual.gradients, expected.gradients, strict=True))),
-        ):
-            for number, (got, wanted) in enumerate(pairs):
-                message = _message(got, wanted, values=valued)
-                if message and not (valued and self._as_good(kind, number, actual, expected)):
-                    return "wrong_gradient" if kind == "gradient" else "wrong_value", f"{kind} {number}: {message}"
-        for number, (got, wanted) in enumerate(zip(actual.values, expected.values, strict=True)):
-            if _strides(got) != _strides(wanted):
-                return "wrong_layout", f"value {number}: strides {_strides(got)} instead of {_strides(wanted)}"
-        if actual.aliases != expected.aliases:
-            return "wrong_layout", f"shares memory with {actual.aliases} instead of {expected.aliases}"
-        return None
-
-    def _draws(self, expected: _Result) -> bool:
-        """Whether eager's results depend on the seed."""
-        other = _call(self._case, self._case.function, seed=1)
-        return any(_message(a, b, values=True) for a, b in zip(other.values, expected.values, strict=True))
-
-    def _as_good(self, kind: str, number: int, actual: _Result, expected: _Result) -> bool:
-        """Whether a result that is not eager's is at most a few times as far from the exact one as eager's is."""
-        if self._draws(expected):
-            return False  # double precision draws other numbers
-        try:
-            exact = _call(self._case.in_double(), self._case.function, seed=0)
-        except Exception as error:  # noqa: BLE001 - no double precision, no excuse
-            del error
-            return False
-        field = {"value": "values", "gradient": "gradients"}.get(kind, "inputs")
-        got, wanted, true = (getattr(result, field)[number] for result in (actual, expected, exact))
-        if not all(isinstance(item, torch.Tensor) for item in (got, wanted, true)):
-            return False
-        if got.shape != wanted.shape or got.dtype != wanted.dtype or wanted.dtype not in _DOUBLE:
-            return False
-        got, wanted, true = (item.to(_DOUBLE[wanted.dtype]) for item in (got, wanted, true))
-        finite = torch.isfinite(wanted)
-        if not torch.equal(finite, torch.isfinite(got)) or not finite.any():
-            return False
-        error, eagers = ((item - true)[finite].abs().max().item() for item in (got, wanted))
-        return error <= _TIMES_EAGERS_ERROR * eagers
-
-
-def _call(case: _Case, function: Callable[..., Any], *, seed: int) -> _Result:
+def call(case: Case, function: Callable[..., Any], *, seed: int) -> Result:
     """Call a function on fresh inputs, and differentiate what it returns."""
     inputs = case.inputs()
     tensors = [value for value in tree_flatten(inputs)[0] if isinstance(value, torch.Tensor)]
@@ -304,8 +104,8 @@ def _call(case: _Case, function: Callable[..., Any], *, seed: int) -> _Result:
         try:
             found = _gradients(case.process(result), leaves)
         except Exception as error:
-            raise _BackwardError from error
-    return _Result(
+            raise BackwardError from error
+    return Result(
         values=[value.detach() if isinstance(value, torch.Tensor) else value for value in values],
         inputs=[tensor.detach() for tensor in tensors],
         gradients=found,
@@ -350,14 +150,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _strides(value: Any) -> tuple[int, ...] | None:
-    """Strides of the dimensions that have more than one position."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
-        return None
-    return tuple(step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1)
-
-
-def _message(actual: Any, expected: Any, *, values: bool) -> str:
+def difference(actual: Any, expected: Any, *, values: bool) -> str:
     """First lines of how two leaves differ, or an empty string."""
     if not isinstance(expected, torch.Tensor):
         same = type(actual) is type(expected) and (not values or actual == expected or actual != actual)
@@ -387,19 +180,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     return memo[id(value)]
 
 
-def _doubled(value: Any) -> Any:
-    """A floating tensor or dtype in double precision; others as they are."""
-    if isinstance(value, torch.dtype):
-        return _DOUBLE.get(value, value)
-    if isinstance(value, torch.Tensor) and value.dtype in _DOUBLE:
-        return value.detach().to(_DOUBLE[value.dtype]).requires_grad_(value.requires_grad)
-    return value
-
-
-def _count(kind: type) -> int:
-    return sum(1 for event in timeline.current().events() if isinstance(event, kind))
-
-
-def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+def draws(case: Case, expected: Result) -> bool:
+    """Whether the results of a call depend on the seed."""
+    other = call(case, case.function, seed=1)
+    return any(difference(a, b, values=True) for a, b in zip(other.values, expected.values, strict=True))

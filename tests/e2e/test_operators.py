@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from operator_sweep import FORMS, check_operator
 from torch.fx import GraphModule
 
 import omnicomp
@@ -12,7 +13,6 @@ from omnicomp import timeline
 from omnicomp._torch import opinfo
 from omnicomp._torch.repairs.first_call import has_custom_operators, unobserved_first_call
 from omnicomp.errors import OmnicompError
-from omnicomp.testing.operators import FORMS, check_operator
 from omnicomp.timeline import Retreat
 
 EAGER = {"lowerings": ["eager"]}

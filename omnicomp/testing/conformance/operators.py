@@ -120,7 +120,7 @@ def _differences(session: Session, entry: Any, dtype: torch.dtype, counts: _Coun
     given = opinfo.samples(entry, dtype, "cpu", first=0, count=samples, requires_grad=differentiable)
     for number, sample in enumerate(given):
         for form in ("function", "out", "out_resized"):
-            case: Any = sweep._case(
+            case = sweep.case_of(
                 entry, sample, "out" if form != "function" else form, gradients=differentiable and form == "function"
             )
             if case is None:
@@ -141,17 +141,17 @@ def _emptied(value: Any) -> Any:
     return value.new_empty(0) if isinstance(value, torch.Tensor) else value
 
 
-def _compare(session: Session, entry: Any, case: Any, form: str, counts: _Counts) -> str:
+def _compare(session: Session, entry: Any, case: sweep.Case, form: str, counts: _Counts) -> str:
     try:
-        expected = sweep._call(case, case.function, seed=0)
+        expected = sweep.call(case, case.function, seed=0)
     except Exception as error:  # noqa: BLE001 - the CPU refuses it as well
         counts.notes[f"the CPU refuses a sample ({first_line(error)})"[:200]] = None
         return ""
     try:
         moved = case if session.is_host else _moved(session, entry, case)
-        actual = sweep._call(moved, moved.function, seed=0)
+        actual = sweep.call(moved, moved.function, seed=0)
     except Exception as error:  # noqa: BLE001 - becomes the verdict
-        cause = error.__cause__ if isinstance(error, sweep._BackwardError) and error.__cause__ else error
+        cause = error.__cause__ if isinstance(error, sweep.BackwardError) and error.__cause__ else error
         if isinstance(cause, (NotImplementedError, RuntimeError)) and _is_sparse(case, expected):
             counts.notes[f"sparse tensors are asked of no device; it raises {first_line(cause)}"[:200]] = None
             return ""
@@ -163,13 +163,13 @@ def _compare(session: Session, entry: Any, case: Any, form: str, counts: _Counts
     defined = opinfo.has_defined_values(entry)
     if not defined:
         counts.notes[_UNINITIALISED] = None
-    elif _draws(case, expected):
+    elif sweep.draws(case, expected):
         counts.notes[_RANDOM] = None
         defined = False
     return _difference(session, actual, expected, form, counts, valued=defined)
 
 
-def _moved(session: Session, entry: Any, case: Any) -> Any:
+def _moved(session: Session, entry: Any, case: sweep.Case) -> sweep.Case:
     """The case with its arguments on the device."""
     # As deep as the storage goes: `as_strided` of a view reads what the view does not span.
     transfer = Transfer(session.type, whole=True)
@@ -178,7 +178,9 @@ def _moved(session: Session, entry: Any, case: Any) -> Any:
     return dataclasses.replace(case, values=values)
 
 
-def _difference(session: Session, actual: Any, expected: Any, form: str, counts: _Counts, *, valued: bool) -> str:
+def _difference(
+    session: Session, actual: sweep.Result, expected: sweep.Result, form: str, counts: _Counts, *, valued: bool
+) -> str:
     if len(actual.values) != len(expected.values):
         return f"returns {len(actual.values)} values instead of {len(expected.values)}"
     stray = {
@@ -205,7 +207,7 @@ def _difference(session: Session, actual: Any, expected: Any, form: str, counts:
 
 def _message(got: Any, wanted: Any, *, valued: bool) -> str:
     got, wanted = host(got), host(wanted)
-    message = sweep._message(got, wanted, values=valued)
+    message = sweep.difference(got, wanted, values=valued)
     if not message or not isinstance(wanted, torch.Tensor) or not isinstance(got, torch.Tensor):
         return message
     if (got.shape, got.dtype, got.layout) != (wanted.shape, wanted.dtype, wanted.layout):
@@ -219,12 +221,6 @@ def _message(got: Any, wanted: Any, *, valued: bool) -> str:
     return message
 
 
-def _draws(case: Any, expected: Any) -> bool:
-    """Whether the CPU's results depend on the seed."""
-    other = sweep._call(case, case.function, seed=1)
-    return any(sweep._message(a, b, values=True) for a, b in zip(other.values, expected.values, strict=True))
-
-
-def _is_sparse(case: Any, expected: Any) -> bool:
+def _is_sparse(case: sweep.Case, expected: Any) -> bool:
     leaves = tree_leaves((case.values, expected.values, expected.gradients))
     return any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in leaves)
