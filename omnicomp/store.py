@@ -35,7 +35,7 @@ class JsonStore(Generic[T]):
     """Values of one kind by key, in a folder of their own.
 
     Each write replaces a file as a whole, and removes the files that were not used for the longest time when there are
-    too many. Neither reading nor writing raises: a failure is logged, and returned as a sentence for a record.
+    too many. Neither reading nor writing raises: a failure is returned as a sentence, and the first one is logged.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class JsonStore(Generic[T]):
         """
         self.name, self._dump, self._load, self._schema = name, dump, load, schema
         self._files, self._size, self._root = files, size, root
+        self._warned = False
 
     @property
     def folder(self) -> Path:
@@ -123,7 +124,9 @@ class JsonStore(Generic[T]):
         return self._load(data["value"])
 
     def _failed(self, sentence: str) -> str:
-        log.warning("omni: %s: %s", self.name, sentence)
+        # A folder that can't be written would be told of at every write; the sentence is returned all the same.
+        log.log(logging.DEBUG if self._warned else logging.WARNING, "omni: %s: %s", self.name, sentence)
+        self._warned = True
         return sentence
 
 

@@ -54,6 +54,7 @@ def test_a_damaged_file_is_a_miss_that_says_so(content: bytes, caplog: pytest.Lo
     value, problem = store.read("a")
     assert value is None
     assert str(store.path("a")) in problem
+    assert store.read("a") == (None, problem), "said again, and logged once"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     ((key, found),) = store.all()
     assert key == "a"
