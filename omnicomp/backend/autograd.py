@@ -82,7 +82,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
             decompositions={} if engines else None,
         )
     lookup = autograd_lookup(before)
-    if lookup is not None and lookup.verdict != "hit":  # what is restored says so itself
+    if lookup is not None and lookup.verdict != "hit":  # a restored graph says so itself
         current().append(verdict(lookup, graph.record.key, graph=graph.id, part=""))
     return compiled
 

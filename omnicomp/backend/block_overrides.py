@@ -12,7 +12,7 @@ __all__ = ["override_blocks"]
 
 
 def override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
-    """Put overrides into the graph; returns what is known of it, with the places that were declined."""
+    """Insert overrides into the graph; returns its record, with the matches that were declined."""
     if "override" in graph.policy.lowerings:
         for name, error in overrides.broken().items():
             _record_broken(graph, name, error)

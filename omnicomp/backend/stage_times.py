@@ -16,7 +16,7 @@ from omnicomp.timeline import Stage, current
 __all__ = ["autograd_stage", "stage"]
 
 Compile = Callable[..., Any]
-"""Takes a graph, its inputs, what is known of it, and more."""
+"""Takes a graph, its inputs, its record, and more."""
 
 
 class _Nested(threading.local):

@@ -116,7 +116,7 @@ class Variant:
         name: `assumed` or `general`.
         graph: id of its events in the timeline.
         build: compiles it; the argument is whether Dynamo's compilation is over.
-        call: what was compiled, or None.
+        call: the compiled function, or None.
     """
 
     name: str

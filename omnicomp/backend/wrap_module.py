@@ -22,7 +22,7 @@ class WrappedModule(nn.Module):
         """Hold a module under its tag.
 
         Args:
-            module: what is called.
+            module: the module to call.
             tag: its name in the audit, and for overrides and rules that name a module.
             options: omnicomp's.
         """

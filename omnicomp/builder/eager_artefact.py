@@ -25,7 +25,7 @@ from omnicomp.timeline import Reason
 
 __all__ = ["HELD_BYTES", "dump_graph", "dumps", "guard", "guard_call", "load_graph", "load_layout"]
 
-# Of what was saved for a backward, this much is held until its call has returned, so that it can be repeated.
+# Values saved for a backward are held until its call has returned, up to this size, so that it can be repeated.
 HELD_BYTES = 64 * 2**20
 
 
@@ -54,7 +54,7 @@ def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
                 sentence=f"a failed call can't be repeated after a start from the cache, as {first_line(error)}",
                 lever="compile without the cache: torch._functorch.config.enable_autograd_cache = False",
             )
-    # The user's lines would make the key depend on where the program stands in its file.
+    # The user's lines would make the key depend on line numbers.
     head["obstacle"] = dataclasses.replace(reason, source="").to_dict() if reason is not None else None
     return f"{json.dumps(head, sort_keys=True)}\n{body}".encode()
 
@@ -84,7 +84,7 @@ def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: boo
     """The guard of a restored artefact, which repeats a call in eager if that is safe.
 
     Args:
-        kept: what `dumps` made.
+        kept: the result of `dumps`.
         context: where the part belongs now.
         compiled: the restored graph, ready to be called.
         recorded: whether it is to be recorded as a CUDA graph.
@@ -107,9 +107,9 @@ def guard_call(
     """The same for a callable, which may be a piece of a cut part.
 
     Args:
-        kept: what `dumps` made.
+        kept: the result of `dumps`.
         context: where the part belongs now.
-        call: what was restored.
+        call: the restored callable.
         overwritten: names of what it may write to once it is through with it.
         recorded: whether it is to be recorded as a CUDA graph.
         piece: its index, if the part was cut.

@@ -137,7 +137,7 @@ def find_failing(nodes: Sequence[Node], error: Exception, prober: Prober, alike:
     Args:
         nodes: the run that failed.
         error: what it failed with.
-        prober: tries parts of the run; when its builds are spent, what is not known to work is cut.
+        prober: tries parts of the run; when its builds are spent, nodes that are not known to work are cut.
         alike: more nodes of the graph; those that are the same as one that fails alone are cut with it.
     """
     if kind_of(error) == "machine":

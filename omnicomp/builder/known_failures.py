@@ -25,7 +25,7 @@ from omnicomp.timeline import Cache, Reason
 __all__ = ["CACHE", "STORE", "Entry", "PartVerdicts", "entries", "forget", "wrong_code"]
 
 CACHE: Final = "verdicts"
-# A process finds out anew what it found before: what is faulty may have been repaired in it meanwhile.
+# A process does not use its own entries: a fault may have been repaired in it meanwhile.
 _PROCESS: Final = uuid.uuid4().hex
 
 
@@ -42,7 +42,7 @@ class Entry:
         builds: how many builds were spent if they did not suffice to find the smallest change; None if they did.
         cut: nodes that leave Inductor, by name.
         boundaries: nodes before which it is cut.
-        values: whether what was built computed something wrong; otherwise it could not be built.
+        values: whether the built code computed wrong results; otherwise it could not be built.
         untuned: why it is built without autotuning; None if it is not.
         scripts: paths of the scripts that show it.
     """
@@ -165,8 +165,8 @@ class PartVerdicts:
             cut: nodes that must leave Inductor, by name.
             boundaries: nodes before which it must be cut.
             scripts: paths of scripts that show it.
-            builds: the bound on builds if it kept the smallest change from being found.
-            values: whether what was built computed something wrong.
+            builds: the bound on builds, if it ended the search before the smallest change was found.
+            values: whether the built code computed wrong results.
             untuned: why it is built without autotuning, if it is.
         """
         if not self._enabled:

@@ -47,7 +47,7 @@ class Setbacks:
 
         Args:
             module: the graph that its nodes are of.
-            verdict: what was found.
+            verdict: the result of the search.
         """
         script = ""
         if verdict.smallest:

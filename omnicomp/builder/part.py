@@ -71,7 +71,7 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
 
 
 class _Builder:
-    """State of one build: what was cut out so far, what is built already, and how many builds are left."""
+    """State of one build: nodes that were cut, pieces that are built, and the number of builds left."""
 
     def __init__(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> None:
         self._module = module
@@ -338,7 +338,7 @@ class _Builder:
         return activity("build", text, shown=context.policy.progress, **about)
 
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
-        """Build what is not built yet; returns the first run that a compiler failed on."""
+        """Build the runs that are not built yet; returns the first one that a compiler failed on."""
         for index, (run, piece) in enumerate(zip(plan.runs, pieces, strict=True)):
             if _key(run.nodes) in self._built:
                 continue

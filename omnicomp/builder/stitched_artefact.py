@@ -52,7 +52,7 @@ def keep(
     Args:
         call: the code bound to what it calls; gets the key.
         code: the code.
-        built: its subgraphs with what was built of each, and the seconds that took; the graphs may be changed.
+        built: its subgraphs, the executable of each, and the seconds that it took; the graphs may be changed.
         record: of its decisions.
         inputs: fake tensors and symbolic sizes of the part.
         context: where it belongs.

@@ -107,7 +107,7 @@ class Executable:
     Attributes:
         lowering: name of the lowering that built it.
         call: takes the list of inputs (boxed: it may clear the list) and returns the sequence of outputs.
-        artefact: what was built, for example the path of a generated module; empty if there is none.
+        artefact: for example the path of a generated module; empty if there is none.
         attest: returns a description of what `call` executes, and the external kernels that it calls.
         workspace_bytes: memory that it keeps between calls.
         generated: path of the Python module whose code a call enters first, if a compiler generated one.

@@ -60,7 +60,7 @@ class PlannedCall:
 
     Attributes:
         item: the override.
-        operator: what is called.
+        operator: the called operator.
         truth: what it should compute, with the same arguments; None if that is not known.
         text: what tells this use of the override from others: the operators and constants of a block.
         differentiable: arguments whose gradients are the override's own, so that they have to be right as well; `*`

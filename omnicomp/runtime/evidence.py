@@ -209,7 +209,7 @@ class Witness:
         policy = self._context.policy
         devices = devices_of((args, kwargs))
         if this.truth is not None and this.item.name in self.replaced:
-            # Also while a CUDA graph is recorded: what is recorded is what all later calls replay.
+            # Also while a CUDA graph is recorded: all later calls replay the recorded call.
             self._replace(this, self.replaced[this.item.name])
             return this.truth(*args, **kwargs)
         if policy.verify == "off" or not devices or _is_recording(devices):

@@ -52,7 +52,7 @@ class _Watch:
             raise control_flow.user_error(FallbackError(self._error))
 
     def judge(self) -> None:
-        """Judge the graph by what is recorded of it by now.
+        """Judge the graph by its events so far.
 
         Raises:
             FallbackError: it is over its budget, and that is an error.

@@ -80,7 +80,7 @@ def _drawn_elsewhere(node: Node, part: str) -> str:
 
     Eager draws what Inductor's calls of its operators draw. Inductor's own numbers follow from a seed; eager draws
     others of the same distribution, which may be seen only where the seed is used a second time: by a backward, which
-    makes the numbers anew, or by another piece of a part that was cut.
+    makes the numbers again, or by another piece of a cut part.
     """
     name = op_name(node)
     if name.startswith("rngprims."):
@@ -145,7 +145,7 @@ class Guard:
     """A boxed callable that steps down to another one when a call raises.
 
     Attributes:
-        call: what is called now.
+        call: the current callable.
         inputs: names of the inputs, as generated code calls them.
         build: builds the next level; called at most once.
         overwritten: which of them the code may write to after their last use.
@@ -155,7 +155,7 @@ class Guard:
         lowering: its lowering.
         draws: devices whose generators are put back before a call is repeated; their states are read at each call.
         keep_inputs: whether to hold the inputs during a call. Whoever calls a forward graph holds them anyway; a
-            backward frees what was saved for it while it runs, and should go on doing so where that is much.
+            backward frees values saved for it while it runs, and must go on doing so if they are large.
     """
 
     call: Boxed

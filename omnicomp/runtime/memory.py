@@ -21,7 +21,7 @@ def sampled(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
 
     With the option `memory` there is an event for each call that returns.
 
-    The device is waited for before and after, and its peak is reset: the user's own statistics start anew.
+    The device is waited for before and after, and its peak is reset: the user's own statistics are reset, too.
 
     Args:
         call: a boxed callable, built of a part or of a piece of one.

@@ -73,7 +73,7 @@ def by_rule(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> Option:
 
     Args:
         gm: the Dynamo graph.
-        graph: what is known about it.
+        graph: the captured graph.
         weights: whether there are weights to build in.
     """
     if graph.device.type != "cpu":
@@ -88,7 +88,7 @@ def options(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> tuple[li
 
     Args:
         gm: the Dynamo graph.
-        graph: what is known about it.
+        graph: the captured graph.
         weights: whether there are weights to build in.
 
     Returns:

@@ -57,7 +57,7 @@ class Contest:
     """The candidates for one graph, on the inputs of the call that it is compiled for."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> None:
-        """Take what is needed to compile the graph several times.
+        """Prepare to compile the graph several times.
 
         Args:
             gm: a copy of the Dynamo graph behind the passes.

@@ -16,7 +16,7 @@ from typing import Final
 __all__ = ["MARGIN", "Duel", "duel", "fitting_clock"]
 
 MARGIN: Final = 0.03
-"""How much faster a candidate has to be: what is chosen should not depend on the day."""
+"""How much faster a candidate has to be, so that the choice does not change from day to day."""
 
 _HOPELESS: Final = 1 / 3  # no noise makes up for that, and each round would take long
 _ROUNDS: Final = (5, 41)  # least and most
@@ -57,7 +57,7 @@ class Duel:
 
     @property
     def clear(self) -> bool:
-        """Whether more rounds would not change the answer, as far as can be told."""
+        """Whether more rounds are unlikely to change the answer."""
         doubt = max(self.spread, 3 * self.noise)
         return abs(self.ratio - 1 - MARGIN) > doubt
 

@@ -40,7 +40,7 @@ def resolve_engine(name: str) -> Engine:
     That it is found does not mean that its library is installed: `Engine.missing` says so.
 
     Raises:
-        EngineError: nobody declares an engine of that name, or what is declared can't be loaded or is none.
+        EngineError: there is no engine of that name, or it cannot be loaded, or it is not an `Engine`.
     """
     if name not in engine_names():
         known = ", ".join(engine_names())

@@ -48,7 +48,7 @@ class EngineExecutable(abc.ABC):
 
     @property
     def description(self) -> str:
-        """One line on what was built, as evidence of what ran: for example versions and precision."""
+        """One line for the evidence: for example versions and precision."""
         return ""
 
     @property
@@ -98,7 +98,7 @@ class Engine(abc.ABC):
         dtypes: tuple[torch.dtype, ...] | None = None,
         check: Callable[[Node], str] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Declare operators; what is decorated makes the engine's own form of them. See `Operator`."""
+        """Declare operators; the decorated function makes the engine's own form of them. See `Operator`."""
 
         def declare(convert: Callable[..., Any]) -> Callable[..., Any]:
             cls.operators.add(*targets, convert=convert, train=train, devices=devices, dtypes=dtypes, check=check)

@@ -62,13 +62,13 @@ class Library(Protocol):
         ...
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        """The shape of a value that was kept."""
+        """The shape of a result of `kept`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """A function of a table, and what is done to its arguments.
+    """A function of a table, and how its arguments are prepared.
 
     Attributes:
         function: takes the arguments of the operator's schema, all of them, those of keyword-only ones by name. What

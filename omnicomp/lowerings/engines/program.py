@@ -2,8 +2,8 @@
 
 Weights are built into an executable where a change of theirs would be seen (`omnicomp.weights.baked`). When one
 changes the
-executable is built anew, a few times; weights that go on changing become inputs. Sizes that were symbolic are fixed to
-those of a call, and what was built for the last few of them is kept.
+executable is built again, a few times; weights that go on changing become inputs. Symbolic sizes are fixed to
+those of a call, and the executables of the last few of them are cached.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-# Of one set of weights: how often it is built anew. What changes more often is being trained.
+# How often an executable is built again for changed weights. Weights that change more often are being trained.
 _REBUILDS: Final = 3
 # Milliseconds to wait for another thread, which makes a session, to let go of a weight's memory.
 _PATIENCE: Final = 20
@@ -120,7 +120,7 @@ class Program:
 
         Args:
             engine: which.
-            module: a functional graph of ATen operators after autograd; it is kept.
+            module: a functional graph of ATen operators after autograd; it is stored and not changed.
             inputs: fake tensors and symbolic sizes, one a placeholder.
             context: where it belongs.
         """
@@ -181,7 +181,7 @@ class Program:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that what was built keeps between calls."""
+        """Memory that the executables hold between calls."""
         return sum(built.executable.workspace_bytes for built in self._built.values())
 
     def attest(self) -> tuple[str, dict[str, int]]:
@@ -208,7 +208,7 @@ class Program:
         return arguments
 
     def _positions(self) -> tuple[int, ...]:
-        """The inputs that what is built now is called with: no weights, and no sizes that are numbers in the graph."""
+        """The inputs of the next executable: no weights, and no sizes that are numbers in the graph."""
         left = set(self._weights)
         if self._fixes:
             left |= {index for index, value in enumerate(self._fakes) if not isinstance(value, torch.Tensor)}

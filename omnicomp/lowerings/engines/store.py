@@ -1,7 +1,8 @@
 """The cache of executables of engines: by content, in memory and, where an engine can, on disk.
 
-The key says everything that decides what is compiled: the graph with shapes, strides, dtypes and devices, the contents
-of the weights that are built in, the engine with its version and options, torch, omnicomp, and the machine's threads.
+The key holds everything that the executable depends on: the graph with shapes, strides, dtypes and devices, the
+contents of the weights that are built in, the engine with its version and options, torch, omnicomp, and the machine's
+threads.
 """
 
 import contextlib
@@ -50,8 +51,8 @@ class Store:
             key: of the content; see `key_of`.
             engine: name of the engine, which has a folder of its own.
             make: compiles.
-            load: makes an executable of bytes from the disk; None where nothing is kept there.
-            dump: the inverse; None from it where this executable can't be kept.
+            load: makes an executable of bytes from the disk; None where nothing is stored.
+            dump: the inverse; None from it if this executable cannot be stored.
             owner: whose memory an executable may hold; it is given to nobody else. What is on the disk holds nobody's.
 
         Returns:

@@ -46,7 +46,7 @@ class Subgraph:
         device: the device that its tensors are on.
         dynamic: whether a size in it is symbolic.
         threads: how many threads of the CPU torch uses.
-        options: the engine's clustering with the user's options, among them what is the engine's own.
+        options: the engine's clustering with the user's options, the engine's own among them.
     """
 
     module: GraphModule
@@ -75,7 +75,7 @@ class Subgraph:
 
     @property
     def outputs(self) -> list[Node | None]:
-        """The nodes whose values it returns, in order; the same node may be there twice, and None stands for None."""
+        """The nodes whose values it returns, in order; a node may occur twice, and None is a result None."""
         result = next(iter(reversed(self.module.graph.nodes)))
         return [value if isinstance(value, Node) else None for value in result.args[0]]
 

@@ -27,23 +27,23 @@ class Override:
 
     Attributes:
         name: unique name.
-        declared: what was decorated.
+        declared: the decorated object.
         function: its Python function.
         operators: the custom operators that it calls; a node with one of these targets is on this override. In the
-            operator and tag forms the first takes the place of what is replaced.
+            operator and tag forms the first is the replacement.
         op: the operator that it replaces, for the operator form.
         module: a class of modules, the name of one, or a path with wildcards, for the tag form.
-        search: finds the places in a Dynamo graph, for the search form.
-        reference: the computation that it replaces; None where that is what was matched itself.
+        search: finds matches in a Dynamo graph, for the search form.
+        reference: the computation that it replaces; None for the matched computation itself.
         example: makes example tensors for tracing `reference`, for the pattern form.
         scalars: example values of the parameters of `reference` that are numbers, for the pattern form.
         devices: device types that it has kernels for.
         dtypes: dtypes that it takes; empty for any.
-        training: True, `forward only`, or None for what is known of its operator.
+        training: True, `forward only`, or None for the default of its operator.
         mutates: names of the arguments that its operator changes.
         priority: the higher one is asked first.
         backward: the derivative that was given with the declaration.
-        setup_context: what was given to save values for it.
+        setup_context: the function that saves values for it.
         excerpt: makes the arguments of a smaller call of the operator, which is verified in the place of a large one.
         check: called with the fake arguments; returns None, or the reason why it refuses them.
         sources: files whose content changes what it computes, for the compile caches' keys.
@@ -86,7 +86,7 @@ class Override:
         """Whether it may be used in a graph that is to be differentiated.
 
         In the operator and pattern forms, autograd has derived the backward from the user's program before an override
-        is put into it, so no derivative of its own is needed: this is what was declared, and without a declaration
+        is put into it, so no derivative of its own is needed: this is the declared value, and without a declaration
         True for an operator, which is replaced by what equals it everywhere, and False for a pattern. In the tag and
         search forms the operator itself is differentiated, so that a derivative must have been registered for it; this
         is looked up here, as it may be registered after the override.

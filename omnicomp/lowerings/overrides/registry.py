@@ -86,15 +86,15 @@ def override(
     * search form, `search=find, reference=f, operators=[torch.ops.my.op.default]`: `find(graph_module)` reads a Dynamo
       graph, before autograd, and yields an `omnicomp.lowerings.overrides.search.Found` for each place, or an `Ended`
       where reading ended. The first operator is what `Found.write` calls; `f` computes what that does, with its
-      parameters. For what is written in many ways, and for what has a backward of its own.
+      parameters. For computations that are written in many ways, or that have a backward of their own.
 
     Args:
         op: the operator to replace.
         module: a module class; or the name of one, plain or with its module; or the end of a qualified name in the
             model, with the wildcards of `fnmatch` within each step.
-        search: finds the places (search form).
+        search: finds matches (search form).
         reference: what the override computes, in plain torch, with the override's parameters; required in the pattern
-            form, where it is what is looked for. By default it is what was matched.
+            form, where it is the pattern. By default it is the matched computation.
         example: makes example tensors for the tensor parameters of `reference`, in order (pattern form).
         scalars: an example value for each number parameter of `reference`, occurring nowhere else in it (pattern form).
         operators: the custom operators that the function calls (pattern and search form); further ones, such as a
@@ -109,8 +109,8 @@ def override(
         backward: the derivative, as `torch.library.register_autograd` takes it (tag form).
         setup_context: what it saves for `backward`, as `torch.library.register_autograd` takes it.
         excerpt: gets the arguments of a call of the operator, and returns those of a smaller one, as a tuple, or None.
-            It is what is compared with `reference` when the override is verified, where that would take much memory;
-            what is wrong in the call should be wrong in it, too. Not for operators that change their inputs.
+            Verification compares the smaller call with `reference`, where the whole call would take much memory;
+            an error of the whole call should show in it, too. Not for operators that change their inputs.
         mutates: names of the arguments that the operator changes; by default what its schema says (tag form).
         priority: of two overrides for one place the one with the higher number is taken, and of equal ones the one
             that was registered first.

@@ -29,7 +29,7 @@ def apply_overrides(module: GraphModule, context: LoweringContext) -> tuple[Node
     """Insert the overrides of operators and patterns into a post-autograd graph, in place.
 
     Returns:
-        The places at which an override matched but refused, with its reason.
+        The nodes at which an override matched but refused, with its reason.
     """
     refused: list[NodePlacement] = []
     changed = False

@@ -56,8 +56,8 @@ class Ended:
     Attributes:
         node: where reading ended.
         sentence: why.
-        observed: what was there.
-        needed: what was expected.
+        observed: the observed form.
+        needed: the expected form.
         lever: what the user can change.
     """
 
@@ -77,7 +77,7 @@ def apply_searches(module: GraphModule, context: LoweringContext, *, training: b
         training: whether it may be differentiated.
 
     Returns:
-        The places that a search came to, but where the override was not put, with the reason.
+        The matches at which the override was not inserted, with the reason.
     """
     items = asked_first(context, "search")
     declined: list[NodePlacement] = []
@@ -99,7 +99,7 @@ def apply_searches(module: GraphModule, context: LoweringContext, *, training: b
 def _run(
     item: Override, module: GraphModule, context: LoweringContext, declined: list[NodePlacement]
 ) -> Iterator[Found]:
-    """The places of one search; what it did not understand goes to `declined`."""
+    """The matches of one search; candidates that it did not understand go to `declined`."""
     assert item.search is not None
     try:
         results = list(item.search(module))
@@ -134,7 +134,7 @@ def _in_regions(item: Override, module: GraphModule, context: LoweringContext) -
 
 
 def _replace(item: Override, found: Found, module: GraphModule, context: LoweringContext, training: bool) -> None:
-    """Put the call in the place of what was found.
+    """Replace a match by the call.
 
     Raises:
         Refused: it stays as it is.

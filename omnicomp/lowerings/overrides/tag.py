@@ -118,7 +118,7 @@ def _declined(block: Block, reason: Reason, context: LoweringContext) -> NodePla
 
 
 def _in_regions(item: Override, module: GraphModule, context: LoweringContext) -> list[NodePlacement]:
-    """Blocks inside the graphs that higher-order operators call: what is a parameter can't be told there."""
+    """Blocks inside the graphs that higher-order operators call: parameters cannot be recognised there."""
     found: list[NodePlacement] = []
     for region in submodules(module):
         for block in _matching(item, region):
