@@ -56,7 +56,7 @@ Source = str | PathLike[str] | Iterable[Event] | None
 
 
 def audit(source: Source = None) -> Audit:
-    """Make the report.
+    """Make a report.
 
     Args:
         source: None for this process' timeline; the path of a JSON Lines timeline, or of a report that was written as
@@ -85,8 +85,8 @@ def diff(
     Args:
         before: a report, or what `audit` makes one of.
         after: likewise.
-        time_threshold: growth of compile time or of the time of calls, as a part of what it was, beyond which it is a
-            difference; None: times are told, and make no difference.
+        time_threshold: relative growth of compile time or of calls beyond which they differ; None: times are shown
+            only.
         memory_threshold: likewise of memory.
 
     Raises:
@@ -98,5 +98,5 @@ def diff(
     return compare(one, other, time_threshold=time_threshold, memory_threshold=memory_threshold)
 
 
-# To a program that imports omnicomp alone, `omnicomp.audit` is the function: it finds what compares two of them there.
+# `omnicomp.audit` is this function in a program that imports omnicomp alone; `omnicomp.audit.diff` has to work there.
 audit.diff = diff  # type: ignore[attr-defined]  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,12 +1,11 @@
 """Identities: what names a graph or a subgraph in every run of a program.
 
-An identity is text such as `layers.3.attn/forward/5f0c2a9b41de-83b01c77`: where it comes from (the path that all of its
-module paths begin with, else the name of the compiled function), which part it belongs to, and its fingerprint: a hash
-of its operators with the dtypes of their results, a hyphen, and a hash that counts the classes of their sizes as well
-(`omnicomp.analysis.stable_identity`). Neither numbers, names of nodes, file names, lines, devices' numbers nor the
-order of nodes are in
-it, so it is the same in other processes, on other machines and on other ranks. Equal ones of an audit are told apart by
-`~2`, `~3`, …: those of graphs in the order of capture, those of subgraphs in the order of their graphs' identities.
+An identity is text such as `layers.3.attn/forward/5f0c2a9b41de-83b01c77`: the path that all of its module paths begin
+with (else the name of the compiled function), its part, and its fingerprint. A fingerprint is a hash of the operators
+with the dtypes of their results, a hyphen, and a hash that includes the classes of sizes
+(`omnicomp.analysis.stable_identity`). It has no numbers of graphs, names of nodes, files, lines or device indices, and
+no order of nodes, so it is equal in other processes, on other machines and on other ranks. Equal identities in a report
+are numbered `~2`, `~3`, …: those of graphs in the order of capture, those of subgraphs in the order of their graphs'.
 """
 
 import dataclasses

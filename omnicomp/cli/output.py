@@ -39,7 +39,7 @@ def pick(formats: Mapping[str, Any], format: str | None, output: Path | None, su
 
 
 def check_writable(path: Path) -> None:
-    """Open the file for appending, so that a wrong path is found before hours of work are lost to it.
+    """Open a file for appending, so that a wrong path is found before the program runs.
 
     Raises:
         OmnicompError: the file can't be written.

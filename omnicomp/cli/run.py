@@ -52,7 +52,7 @@ def run(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run the program, then write the audit and print its summary line to stderr, whatever the program did.
+    """Run the program, then write the audit and print its summary to stderr, also if the program failed.
 
     Args:
         program: what to run.

@@ -1,4 +1,4 @@
-"""The three-level record known from backend runtimes: compile, kernel_override, eager, for every subgraph.
+"""Three levels for each subgraph, as backend runtimes record them: compile, kernel_override, eager.
 
 It is made from what happened: an attempt is only there once the build was really tried, because torch.compile is
 lazy and a record made when a module is wrapped would say "compile ok" before anything was compiled.

@@ -27,7 +27,7 @@ _COUNTS: Final[_State] = ("counts", "")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Item:
-    """One fallback of the model with what judging it needs: the rows that it is in, and the function it comes from."""
+    """A fallback with what its verdict depends on: modules, rows and function."""
 
     fallen: Fallen
     modules: tuple[str, ...]
@@ -85,7 +85,7 @@ def judge(
 
 
 class _Eager:
-    """The rows of a part that were planned on eager, by the nodes and the operators that they hold."""
+    """The rows of a part that were planned on eager, by node and by operator."""
 
     def __init__(self, rows: Sequence[SubgraphAudit]) -> None:
         eager = [row for row in rows if row.planned == "eager"]
@@ -98,13 +98,13 @@ class _Eager:
                     self._by_op.setdefault(op, []).append(row.id)
 
     def holding(self, fallback: Fallback) -> tuple[str, ...]:
-        """The row that holds a node, or those that may, as far as the report tells."""
+        """The rows that may hold a node; one, where the report names it."""
         own = self._by_node.get(fallback.node)
         return (own,) if own is not None else tuple(self._by_op.get(fallback.op, ()))
 
 
 def _items(audit: Report) -> Iterator[_Item]:
-    """The fallbacks of the model, each once: what was placed on eager, and what moved there later."""
+    """The fallbacks of a report, each once: what was placed on eager, and what moved there later."""
     graphs = {graph.id: graph for graph in audit.graphs}
     eager = {(graph.id, part.name): _Eager(part.subgraphs) for graph in audit.graphs for part in graph.parts}
     rows = {row.id: row for row in audit.subgraphs}

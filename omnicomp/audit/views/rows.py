@@ -203,7 +203,7 @@ def duration(seconds: float) -> str:
 
 
 def status(row: SubgraphAudit) -> str:
-    """What to say beside the lowering that ran."""
+    """A remark on the lowering that ran."""
     if row.mismatch:
         return "ERROR: differs from the plan"
     if row.superseded:
@@ -242,7 +242,7 @@ def graph_line(graph: GraphAudit) -> str:
 
 
 def calibration(event: Calibration) -> str:
-    """What became of a bound: `error 1.2e-03 of at most 1.0e-02 with 1 of 5 operators kept wide, else 3.1e-02`."""
+    """The result of a calibration: `error 1.2e-03 of at most 1.0e-02 with 1 of 5 operators kept wide, else 3.1e-02`."""
     if event.state == "refused":
         return f"error not measured: {plural(event.kept, 'operator')} kept wide"
     text = f"error {event.after:.1e} of at most {event.bound:.1e}"
@@ -261,7 +261,7 @@ def reason_text(reason: Reason) -> str:
 
 
 def reason_rows(audit: Report) -> list[ReasonRow]:
-    """Everything that has reasons; places that share operator, lowering and reasons are one row with a count."""
+    """Rows for everything that has reasons; equal ones of several places are one, with a count."""
     grouped: dict[object, ReasonRow] = {}
     for row in _reason_rows(audit):
         key = (row.what, tuple(_without_place(reason) for reason in row.reasons))
@@ -275,7 +275,7 @@ def _without_place(reason: Reason) -> tuple[tuple[str, str], ...]:
 
 
 def step_of(retreat: Retreat) -> str:
-    """What a retreat was, in a few words."""
+    """A retreat in a few words."""
     source, target = retreat.source_lowering, retreat.target_lowering
     if source != target:
         return f"{source} gave way to {target}"

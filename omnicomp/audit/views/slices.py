@@ -21,7 +21,7 @@ _SLACK: Final = 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Something that took time.
+    """A slice of time.
 
     Attributes:
         name: for example `fuse_attention` or `inductor builds g0.forward.0`.
@@ -52,7 +52,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Something that happened.
+    """A moment.
 
     Attributes:
         name: for example `g0.forward.1 ran on eager`.

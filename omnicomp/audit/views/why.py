@@ -38,23 +38,23 @@ __all__ = [
 
 
 def is_name(question: str, name: str) -> bool:
-    """Whether a name is the one that is meant, or matches the pattern."""
+    """Whether the question is the name, or a pattern that matches it."""
     return bool(name) and (question == name or fnmatch.fnmatchcase(name, question))
 
 
 def is_inside(question: str, module: str) -> bool:
-    """Whether a module is the one that is meant, or inside it."""
+    """Whether a module is the one in question, or inside it."""
     return bool(module) and (is_name(question, module) or fnmatch.fnmatchcase(module, f"{question}.*"))
 
 
 def is_operator(question: str, op: str) -> bool:
-    """Whether it is the operator, with or without its namespace and overload."""
+    """Whether the question names an operator, with or without namespace and overload."""
     names = (op, op.rpartition(".")[0], op.partition(".")[2], op.partition(".")[2].rpartition(".")[0])
     return any(is_name(question, name) for name in names)
 
 
 def is_at(question: str, source: str) -> bool:
-    """`file:12`, its end, or the whole file."""
+    """Whether the question is `file:12`, the end of that, or the file."""
     return bool(source) and (
         is_name(question, source)
         or source.endswith(f"/{question}")
@@ -70,7 +70,7 @@ def is_of_reason(question: str, reason: Reason) -> bool:
 
 
 def means_node(question: str, node: NodePlacement) -> bool:
-    """Whether a refused node is meant, by any of its names."""
+    """Whether the question is about a refused node."""
     return (
         is_name(question, node.node)
         or is_operator(question, node.op)
@@ -81,7 +81,7 @@ def means_node(question: str, node: NodePlacement) -> bool:
 
 
 def means_row(question: str, row: SubgraphAudit) -> bool:
-    """Whether a subgraph is meant, or has something that is."""
+    """Whether the question is about a subgraph, or about something in it."""
     return (
         any(is_name(question, name) for name in (row.id, row.identity, row.id.partition("/")[2]))
         or any(is_inside(question, module) for module in (row.module, *row.modules))
@@ -92,7 +92,7 @@ def means_row(question: str, row: SubgraphAudit) -> bool:
 
 
 def means_miss(question: str, miss: NearMiss) -> bool:
-    """Whether a candidate that a pass left alone is meant."""
+    """Whether the question is about a near miss."""
     return (
         any(is_name(question, name) for name in (miss.node, miss.name, miss.kind))
         or is_operator(question, miss.node)
@@ -144,7 +144,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What is known of one thing that the question meant.
+    """The answer about one thing.
 
     Attributes:
         title: one line.
@@ -324,7 +324,7 @@ def _chain(row: SubgraphAudit) -> Iterator[Step]:
 
 
 def _neighbours(part: PartAudit, row: SubgraphAudit | None) -> Iterator[tuple[str, str]]:
-    """What it costs that it is a subgraph of its own."""
+    """What it costs to have a subgraph of its own."""
     if row is None:
         return
     for merge in part.merges:

@@ -1,4 +1,4 @@
-"""Each distinct call of a model on a device, step by step: captured, supported, lowered, built, ran, matched."""
+"""The steps of a bring-up for each distinct call: captured, supported, lowered, built, ran, matched."""
 
 import re
 import warnings

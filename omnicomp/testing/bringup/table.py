@@ -1,4 +1,4 @@
-"""What was found of each call of a model, and what an integrator writes next, most valuable first."""
+"""The results of a bring-up, and which kernels to write next, most valuable first."""
 
 import dataclasses
 import json

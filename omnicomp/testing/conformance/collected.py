@@ -1,4 +1,4 @@
-"""The checks as tests of pytest: one test a check, in processes of their own as on the command line."""
+"""Conformance checks as pytest tests: one test per check."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

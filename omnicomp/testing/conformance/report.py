@@ -1,4 +1,4 @@
-"""Runs the checks of a device, each batch in a process of its own, and says what was found."""
+"""Running the checks of a device in processes of their own, and their results."""
 
 import dataclasses
 import json
