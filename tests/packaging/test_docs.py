@@ -124,3 +124,10 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("room", ROOMS, ids=name)
 def test_each_room_has_a_short_readme(room: Path) -> None:
     assert len((room / "README.md").read_text(encoding="utf-8").splitlines()) <= 25
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=name)
+def test_a_room_lists_modules_that_are_there(room: Path) -> None:
+    columns = re.findall(r"^\| (`[^|]+)\|", (room / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    modules = {module.rstrip("/").removesuffix(".py") for column in columns for module in CODE.findall(column)}
+    assert not {each for each in modules if not (room / each).is_dir() and not (room / f"{each}.py").is_file()}
