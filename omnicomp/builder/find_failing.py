@@ -235,18 +235,18 @@ def _reason(node: Node, error: Exception, note: str = "", lever: str = "") -> Re
 
 
 def refused_by(
-    nodes: Sequence[Node], verdict: Verdict | None, error: Exception, lowering: str, compiler: str, lever: str
+    nodes: Sequence[Node], verdict: Verdict | None, error: Exception, lowering: str, device_type: str
 ) -> dict[str, Reason]:
-    """Which nodes leave a compiler beside Inductor, by name, with the reason.
+    """The nodes that leave another compiler than Inductor, by name, with the reason.
 
     Args:
         nodes: the run that it failed on.
         verdict: the smallest change that was found; None if it compiles nothing at all, so that all nodes leave.
         error: what the run failed with.
         lowering: that could not build them.
-        compiler: what to call it.
-        lever: what can be changed.
+        device_type: the device.
     """
+    compiler, lever = _described(lowering, device_type)
     leaving = [node for node in nodes if verdict is None or node.name in verdict.cut]
     shown = error if verdict is None else verdict.error
     return {
@@ -261,3 +261,13 @@ def refused_by(
         )
         for node in leaving
     }
+
+
+def _described(name: str, device_type: str) -> tuple[str, str]:
+    """The name of the compiler behind a lowering, and the lever if it fails."""
+    if name == "device":
+        return (
+            f"the compiler of {device_type}",
+            "register an override for the operator, or teach it to Device.compile_subgraph",
+        )
+    return f"the engine {name}", f"report the error, or take {name} out of options={{'lowerings': [...]}}"

@@ -19,12 +19,12 @@ from omnicomp.lowerings import LoweringContext
 from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Reason
 
-__all__ = ["FOLDER", "Setbacks", "write_script"]
+__all__ = ["FOLDER", "PartFailures", "write_script"]
 
 FOLDER: Final = "repro"
 
 
-class Setbacks:
+class PartFailures:
     """The failures of one part."""
 
     def __init__(self, module: GraphModule, context: LoweringContext) -> None:

@@ -20,12 +20,11 @@ from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
 from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused_by
 from omnicomp.builder.last_resort import run_eagerly
-from omnicomp.builder.on_failure import Setbacks
+from omnicomp.builder.on_failure import PartFailures
 from omnicomp.builder.partition import Piece, extract, gather_getitems, stitching
-from omnicomp.builder.placement import Plan, Run, place
+from omnicomp.builder.placement import Plan, Run, place, taken_together
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
-from omnicomp.builder.subgraph_checks import described, taken_together
 from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import MAIN, Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
@@ -82,14 +81,14 @@ class _Builder:
         self._refused: dict[str, dict[str, Reason]] = {}
         self._boundaries: frozenset[str] = frozenset()
         self._prober = Prober(self._try, context.policy.max_builds)
-        self._setbacks = Setbacks(module, context)
+        self._failures = PartFailures(module, context)
         self._tunes = True
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
 
     def build(self, plain: GraphModule) -> Any:
         names = [each.name for each in self._lowerings]
         refused = self._override(names)
-        known = self._setbacks.known()
+        known = self._failures.known()
         if known is not None:
             self._cut.update(known.cut)
             self._boundaries |= known.boundaries
@@ -179,7 +178,7 @@ class _Builder:
             context=context,
             subgraph=subgraph,
             lowering=name,
-            on_wrong=lambda reason: self._setbacks.learn_wrong(module, inputs, reason),
+            on_wrong=lambda reason: self._failures.learn_wrong(module, inputs, reason),
         )
 
     def _guard(
@@ -217,7 +216,7 @@ class _Builder:
             raise error
         if run.lowering != MAIN.name:
             return self._refuse(run, error)
-        verdict = self._setbacks.learn(self._module, self._verdict(run, error))
+        verdict = self._failures.learn(self._module, self._verdict(run, error))
         self._cut.update(verdict.cut)
         self._boundaries |= verdict.boundaries
         plan = self._place()
@@ -239,7 +238,7 @@ class _Builder:
         prober = Prober(lambda nodes: self._try(nodes, lowering(name)), self._context.policy.max_builds)
         nothing = isinstance(error, NotImplementedError)
         verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
-        refused = refused_by(run.nodes, verdict, error, name, *described(name, self._context.device.type))
+        refused = refused_by(run.nodes, verdict, error, name, self._context.device.type)
         self._refused.setdefault(name, {}).update(refused)
         self._boundaries |= frozenset() if verdict is None else verdict.boundaries
         plan = self._place()

@@ -17,11 +17,12 @@ from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LoweringError
 from omnicomp.lowerings import MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
+from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.lowerings.override import override_of
 from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["Plan", "Run", "place"]
+__all__ = ["Plan", "Run", "place", "taken_together"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,3 +157,38 @@ def _runs(placed: Mapping[Node, str], boundaries: frozenset[str]) -> tuple[Run, 
             runs.append((lowering, []))
         runs[-1][1].append(node)
     return tuple(Run(lowering=lowering, nodes=tuple(nodes)) for lowering, nodes in runs)
+
+
+def taken_together(
+    lowering: Lowering, nodes: Sequence[Node], context: LoweringContext
+) -> tuple[frozenset[str], Reason | None]:
+    """Whether a lowering takes a run of nodes as one subgraph.
+
+    Args:
+        lowering: that takes each of the nodes.
+        nodes: neighbours in program order.
+        context: where they belong.
+
+    Returns:
+        Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
+        a whole is not taken; None if it is.
+    """
+    if not isinstance(lowering, EngineLowering):
+        return frozenset(), None
+    if lowering.engine.clustering_for(context).strict:
+        boundaries = _where_nothing_flows(nodes)
+        if boundaries:
+            return boundaries, None
+    return frozenset(), lowering.accepts(nodes, context)
+
+
+def _where_nothing_flows(nodes: Sequence[Node]) -> frozenset[str]:
+    """The nodes at which the run can be cut without a value that crosses the cut."""
+    position = {node: index for index, node in enumerate(nodes)}
+    reach = 0
+    found: set[str] = set()
+    for index, node in enumerate(nodes):
+        if index and reach < index:
+            found.add(node.name)
+        reach = max([reach, *(position[user] for user in node.users if user in position)])
+    return frozenset(found)

@@ -25,7 +25,7 @@ EVERYWHERE = {
     "autograd": Place("torch._functorch._aot_autograd.graph_compile", "aot_dispatch_autograd_graph", parts=False),
     "summary": Place("omnicomp.runtime.fallback_warning", "_notify", parts=False),
     "part": Place("omnicomp.builder.part", "copy_module"),
-    "setbacks": Place("omnicomp.builder.part", "Setbacks"),
+    "failures": Place("omnicomp.builder.part", "PartFailures"),
     "placement": Place("omnicomp.builder.part", "place"),
     "record": Place("omnicomp.builder.part", "PartRecord"),
     "witness": Place("omnicomp.builder.part", "wrap"),

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 import omnicomp
 from omnicomp._torch.inductor import compile_fx as inductor
 from omnicomp.builder import part as ladder
-from omnicomp.builder.find_failing import Prober, Verdict, find_failing
+from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused_by
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import InductorLowering
 
@@ -299,3 +299,15 @@ def test_a_lowering_that_raises_is_named_by_inductor(part: str, monkeypatch: pyt
         torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(function(x), x))
     eager = {row.id: row.ops for row in omnicomp.audit().subgraphs if row.ran == "eager"}
     assert [list(ops) for ops in eager.values()] == [[str(op)]]
+
+
+@pytest.mark.parametrize(
+    ("lowering", "compiler", "lever"),
+    [("device", "the compiler of sim", "compile_subgraph"), ("toy", "the engine toy", "take toy out of options")],
+)
+def test_what_another_compiler_refuses_names_it(lowering: str, compiler: str, lever: str) -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),))
+    (reason,) = refused_by([node], None, ValueError("planted"), lowering, "sim").values()
+    assert reason.sentence == f"{compiler} can't build it: ValueError: planted"
+    assert lever in reason.lever

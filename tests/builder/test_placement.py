@@ -1,14 +1,18 @@
 """Placement asks the lowerings in order, and cuts keep the program's order."""
 
+import dataclasses
+
+import fake_engines as fake
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from omnicomp.builder.partition import extract, gather_getitems, stitching
-from omnicomp.builder.placement import place
+from omnicomp.builder.placement import place, taken_together
 from omnicomp.devices import resolve_device
-from omnicomp.lowerings import GraphRecord, LoweringContext, in_order
-from omnicomp.options.policy import Policy
+from omnicomp.lowerings import EagerLowering, GraphRecord, LoweringContext, in_order
+from omnicomp.lowerings.engines.program import EngineLowering
+from omnicomp.options.policy import Policy, parse
 from omnicomp.timeline import Reason, Timeline
 
 CUT = Reason(code="cut_out", by="inductor", sentence="planted")
@@ -103,3 +107,58 @@ def test_mutations_keep_their_place() -> None:
     (result,) = stitching(module, pieces).bind(calls)([x])
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(x, expected_x)
+
+
+def nodes_of(function: object) -> list[torch.fx.Node]:
+    module = make_fx(function, tracing_mode="fake")(torch.randn(4, 6))  # type: ignore[arg-type]
+    return [node for node in module.graph.nodes if node.op == "call_function"]
+
+
+def of_fake(**values: object) -> LoweringContext:
+    policy = dataclasses.replace(parse(None, {}), engines={"fake": values})
+    return LoweringContext(
+        graph=GraphRecord(id="g0"),
+        part="inference",
+        device=resolve_device("cpu"),
+        policy=policy,
+        timeline=Timeline(),
+    )
+
+
+NODES = nodes_of(lambda x: (x.exp().sin(), x.cos().exp(), (x * 2).sin()))
+
+
+def test_other_lowerings_take_any_company() -> None:
+    assert taken_together(EagerLowering(), NODES, of_fake(strict=True, smallest=100)) == (
+        frozenset(),
+        None,
+    )
+
+
+def test_an_engine_takes_what_it_accepts() -> None:
+    assert taken_together(EngineLowering(fake.Fake()), NODES, of_fake()) == (frozenset(), None)
+    boundaries, reason = taken_together(EngineLowering(fake.Fake()), NODES, of_fake(smallest=7))
+    assert boundaries == frozenset()
+    assert reason is not None
+    assert (reason.code, reason.by) == ("cluster_refused", "fake")
+    assert reason.sentence == "it has 6 operators, and the smallest subgraph has 7"
+
+
+def test_strict_cuts_come_before_the_rest() -> None:
+    boundaries, reason = taken_together(EngineLowering(fake.Fake()), NODES, of_fake(strict=True, smallest=3))
+    assert boundaries == {NODES[2].name, NODES[4].name}
+    assert reason is None
+    # Each of the parts is asked again, and is too small then.
+    _, reason = taken_together(EngineLowering(fake.Fake()), NODES[:2], of_fake(strict=True, smallest=3))
+    assert reason is not None
+
+
+def test_a_value_that_is_read_later_holds_a_run_together() -> None:
+    nodes = nodes_of(lambda x: (x.exp() + x.sin()) * x.cos())
+    assert [node.name for node in nodes] == ["exp", "sin", "add", "cos", "mul"]
+    assert taken_together(EngineLowering(fake.Fake()), nodes, of_fake(strict=True)) == (frozenset(), None)
+    assert taken_together(EngineLowering(fake.Fake()), nodes[:2], of_fake(strict=True))[0] == {"sin"}
+    assert taken_together(EngineLowering(fake.Fake()), nodes[:1], of_fake(strict=True)) == (
+        frozenset(),
+        None,
+    )
