@@ -1,4 +1,4 @@
-"""Small files that are kept between processes: what was found to fail, measured speeds, trust in overrides.
+"""Small files that processes share: known failures, measured speeds, verified overrides, components of cache keys.
 
 `JsonStore` has one JSON file a key. A file that is missing, damaged, unreadable or of another schema is a miss.
 """

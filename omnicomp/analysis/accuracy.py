@@ -39,10 +39,10 @@ class Judged:
 
 
 def judge(found: Sequence[Any], expected: Sequence[Any], exact: Sequence[Any]) -> Judged:
-    """Compare results with eager's and with the truth; what is no tensor is passed over.
+    """Compare results with eager's and with the truth; values other than tensors are skipped.
 
     Args:
-        found: what is judged.
+        found: the results to judge.
         expected: eager's results in the same dtypes.
         exact: the same in a higher precision.
     """

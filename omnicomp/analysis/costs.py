@@ -97,7 +97,7 @@ def hint_of_text(text: str, sizes: Mapping[str, int]) -> int:
 
 
 def _backed(environment: Any) -> Mapping[Any, Any]:
-    """Values of the symbols that stand for sizes of inputs; the ragged size of a nested tensor has no number."""
+    """Values of the symbols of input sizes; the ragged size of a nested tensor has no number."""
     known = getattr(environment, "backed_var_to_val", None)  # empty where data decides every size
     known = known if known is not None else getattr(environment, "var_to_val", {})
     return {symbol: size for symbol, size in known.items() if isinstance(size, (int, sympy.Integer))}

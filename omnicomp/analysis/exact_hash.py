@@ -1,6 +1,6 @@
 """An exact hash of a run of nodes: operators, arguments, dtypes, shapes, strides and devices, but no names.
 
-A size that is symbolic stands for all sizes, as the code that is built for it does; any other is itself.
+A symbolic size matches all sizes, as its generated code does; any other size matches itself.
 """
 
 import hashlib

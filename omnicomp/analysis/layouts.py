@@ -25,7 +25,7 @@ class Layout:
 
 
 def layout_of(value: Any) -> Layout | None:
-    """The layout of a fake tensor; None for what is no tensor, or where nothing is known. Adds no guard."""
+    """The layout of a fake tensor; None for other values, or where it is unknown. Adds no guard."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     strides: tuple[Any, ...] = value.stride()

@@ -49,7 +49,7 @@ class Places:
         return found
 
     def leave_out(self, value: Any, key: str = "") -> Any:
-        """A part of a record without the places that a node of the graph has.
+        """A part of a record without the source lines and modules that nodes of the graph have.
 
         Args:
             value: JSON types.
@@ -67,7 +67,7 @@ class Places:
         return value
 
     def fill_in(self, value: Any, key: str = "") -> Any:
-        """The inverse of `leave_out`, with the places that the nodes have in this graph."""
+        """The inverse of `leave_out`, with the source lines and modules of the nodes of this graph."""
         if isinstance(value, list):
             return [self.fill_in(item, key) for item in value]
         if not isinstance(value, dict):
@@ -81,6 +81,6 @@ class Places:
 
 
 def places_of(nodes: Iterable[Node]) -> Places:
-    """The places of nodes, in their order."""
+    """The provenance of nodes, in their order."""
     found = [(source_line(node), module_path(node)) for node in nodes]
     return Places(tuple(source for source, _ in found), tuple(path for _, path in found))

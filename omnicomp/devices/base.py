@@ -162,7 +162,7 @@ class Device(abc.ABC):
         return dict(zip(MEMORY_KEYS, values, strict=True))
 
     def reset_memory_stats(self) -> None:
-        """Let `peak_bytes` start from what is allocated now, where the device can."""
+        """Reset `peak_bytes` to the memory that is allocated now, where the device can."""
         reset = getattr(self._module(), "reset_peak_memory_stats", None)
         if reset is not None:
             reset()
@@ -203,7 +203,7 @@ class Device(abc.ABC):
 def move_module(
     model: torch.nn.Module, device: str | torch.device, dtype: torch.dtype | None = None
 ) -> torch.nn.Module:
-    """`Module.to`, with what was shared inside the model shared again.
+    """`Module.to`, with tensors that were shared inside the model shared again.
 
     Torch makes new parameters where the device's tensors are of another kind than the host's, a copy for each place.
 

@@ -57,7 +57,7 @@ class CpuDevice(Device):
         return dict(zip(MEMORY_KEYS, values, strict=True))
 
     def reset_memory_stats(self) -> None:
-        """Let the peak start from what is resident now; Linux alone can, and not in every container."""
+        """Reset the peak to the resident memory; only Linux can, and not in every container."""
         try:
             with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:
                 stream.write("5")

@@ -24,7 +24,7 @@ class GenericDevice(Device):
         return True
 
     def capabilities(self) -> Capabilities:
-        """Only what is certain: float32."""
+        """Only float32 is certain."""
         return Capabilities(
             compute_dtypes=(torch.float32,),
             storage_dtypes=(torch.float32,),

@@ -25,7 +25,7 @@ class MpsDevice(Device):
         return "torch sees no Apple GPU; it needs macOS 14 or newer on Apple silicon"
 
     def capabilities(self) -> Capabilities:
-        """The dtypes of Metal, completely: what is not there raises in torch."""
+        """The dtypes of Metal, completely: others raise in torch."""
         floats = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
         integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
         return Capabilities(

@@ -67,7 +67,7 @@ class NpuDevice(Device):
         return call
 
     def _load(self) -> str:
-        """Import torch_npu, which registers the device type with torch; returns what is missing."""
+        """Import torch_npu, which registers the device type with torch; returns the missing package."""
         if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed: pip install torch_npu, of the version of torch"
         try:

@@ -88,7 +88,7 @@ _lock = threading.Lock()
 
 
 def load_and_tell() -> Acknowledged:
-    """The list of the project that the process runs in; what is wrong with it is a WARNING, each once.
+    """The list of the project that the process runs in; each of its errors is logged once as a WARNING.
 
     A file that can't be read acknowledges nothing, and the program goes on.
     """

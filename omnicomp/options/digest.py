@@ -24,7 +24,7 @@ def version() -> str:
 def package_digest() -> str:
     """Hash of omnicomp's version and sources: an edited checkout never meets the artifacts of the old one.
 
-    Rooms that change nothing of what is compiled are left out.
+    Rooms that do not change compiled code are left out.
     """
     value = hashlib.sha256(version().encode())
     root = Path(__file__).parents[1]

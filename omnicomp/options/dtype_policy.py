@@ -1,4 +1,4 @@
-"""The declared dtype policy: in which dtype what is computed, by operator, by module and by node."""
+"""The dtype policy: the dtype in which operators compute, by operator, by module and by node."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -65,7 +65,7 @@ def parse_rules(given: Mapping[Any, Any], known: Sequence[str]) -> tuple[Rule, .
     """Rules from `options={"lowerings": {selector: lowering or list of them}}`.
 
     Raises:
-        ValueError: a lowering is unknown, or a list is empty; the message says what was wrong.
+        ValueError: a lowering is unknown, or a list is empty; the message names it.
     """
     rules: list[Rule] = []
     for selector, value in given.items():

@@ -65,9 +65,9 @@ class Assumption:
     Attributes:
         check: a graph that returns one bool tensor of no dimensions; it neither writes nor draws random numbers.
         inputs: names of the placeholders of the Dynamo graph that the check takes, in order.
-        sentence: what is assumed, for example "the padding mask is full".
+        sentence: the assumption, for example "the padding mask is full".
         saves: what it saves, for people.
-        source: `file:line` of what was assumed something of.
+        source: `file:line` of the value that it is about.
         bytes: what the check reads and writes, for the sizes seen at compile time.
     """
 
@@ -112,7 +112,7 @@ def assumption(
     Args:
         root: the whole Dynamo graph (`PassContext.root`); `node` may be in the region of a checkpoint inside it.
         node: the tensor, of any shape and dtype; it is computed from placeholders by cheap operators.
-        sentence: what is assumed, for people.
+        sentence: the assumption, for people.
         saves: what that saves, for people.
         equals: the number that every element is to be; None: every element is to be true (not zero).
 

@@ -51,7 +51,7 @@ class PassContext:
         memo: what a pass keeps from one of these graphs to the next; empty when it starts.
         inputs: what the graph is called with first, one a placeholder: real or fake tensors and symbolic sizes; none
             where it is compiled later.
-        rewrites: how many places each pass rewrote.
+        rewrites: the number of rewrites of each pass.
         traced_under: what makes the context managers that are in force while autograd traces the graph.
         retyped: dtypes of outputs that the device can't hold, each with the one that it has instead.
     """

@@ -136,7 +136,7 @@ def _decided(module: GraphModule, policy: DtypePolicy, context: PassContext) -> 
 
 
 def _tell_option(context: PassContext, policy: DtypePolicy, effective: str, reason: Reason) -> None:
-    """Record, once a graph, that the policy does not do what was asked."""
+    """Record, once for each graph, that the policy has no effect here."""
     if not context.memo.setdefault(_TOLD, False):
         context.memo[_TOLD] = True
         requested = str(policy)

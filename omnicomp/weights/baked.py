@@ -95,7 +95,7 @@ class Constants:
         return all(ref() is not None for ref in self._refs)
 
     def hold(self, wanted: tuple[Tensor, ...]) -> bool:
-        """Whether these tensors, in the order of those it was made of, are what was built in."""
+        """Whether these tensors, in the original order, equal the constants that were built in."""
         picked = self._pick(wanted)
         if (
             list(map(id, picked)) != self._ids

@@ -89,7 +89,7 @@ class _Copy:
         )
 
     def prepare(self, parameter: Tensor) -> Tensor:
-        """The memory for what is about to be computed; what is seen from now on counts as a change after it."""
+        """The memory for the next copy; changes seen from now on count as later than it."""
         self.followed = observer.follow(parameter)
         self.touches = self.followed.touches
         self.version, self.pointer = parameter._version, parameter.data_ptr()
@@ -178,7 +178,7 @@ class Copies:
     """
 
     def __init__(self, forms: Sequence[Form], devices: Sequence[torch.device]) -> None:
-        """Set up what is wanted; nothing is copied yet.
+        """Prepare the copies; nothing is copied yet.
 
         Args:
             forms: of the copies, one a parameter.
@@ -190,7 +190,7 @@ class Copies:
         self._held: set[_Copy] = set()
 
     def forget(self, gone: _Copy | None = None) -> None:
-        """Look at every parameter anew in the next call, and let go of a copy whose parameter is gone."""
+        """Check every parameter again in the next call, and release the copy of a parameter that is gone."""
         self._known = {}
         if gone is not None:
             self._held.discard(gone)
@@ -266,7 +266,7 @@ class Copies:
         return lows
 
     def _find(self, value: Tensor, form: Form) -> _Copy | None:
-        """The copy of a parameter, which need not be made yet; None for a tensor that none is kept of."""
+        """The copy of a parameter, which may not be made yet; None for a tensor without a copy."""
         if type(value) is not Parameter or value.is_inference():
             return None
         watched = _watched.get(id(value))
@@ -323,7 +323,7 @@ def copies() -> list[tuple[Tensor, Tensor]]:
 
 
 def clear() -> None:
-    """Free all copies; a graph that is called again makes those that it reads anew."""
+    """Free all copies; a graph that is called again makes its copies again."""
     with _making:
         for watched in list(_watched.values()):
             for copy in list(watched.copies.values()):

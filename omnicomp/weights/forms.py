@@ -1,4 +1,4 @@
-"""What may be kept of a parameter: a cast of it, or the numbers and the scales of its float8 form.
+"""Forms of copies of a parameter: a cast, or the numbers and the scales of its float8 form.
 
 E4M3 has 4 significant bits and ends at 448, so that a tensor is divided by a scale first: of the whole, or of each row,
 the last dimension, such as a token of the activations or an output of a weight.
@@ -42,10 +42,10 @@ def scaled(value: Any, call: Callable[..., Any], *, rows: bool) -> tuple[Any, An
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is computed of a parameter and kept.
+    """The form of a copy of a parameter.
 
     Attributes:
-        dtype: of what is kept.
+        dtype: of the copy.
         scales: None for a cast to the dtype; else `row` or `tensor`, of which the numbers are kept if the dtype is
             float8, and the scales if it is float32. They are those of the parameter in bfloat16, which is what an
             operator in float8 has for an operand.
@@ -62,7 +62,7 @@ class Form:
         return self.scales is None and self.layout is torch.preserve_format
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What is kept of the parameter as it is now; a new tensor, or the parameter itself if it is that already."""
+        """The copy of the parameter as it is now: a new tensor, or the parameter itself if it has this form already."""
         if self.scales is None:
             return parameter.to(self.dtype, memory_format=self.layout)
         numbers, scale = scaled(parameter.to(torch.bfloat16), _compute, rows=self.scales == "row")

@@ -60,7 +60,7 @@ def find(parameter: Tensor) -> Followed | None:
 
 
 def follow(parameter: Tensor) -> Followed:
-    """Observe a parameter for as long as what is returned lives."""
+    """Observe a parameter for as long as the returned object lives."""
     with _following:
         if not parameters.is_observed():
             parameters.observe(touched, _written)

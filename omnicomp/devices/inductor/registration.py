@@ -43,7 +43,7 @@ _LIMITED_CONFIG: Final[dict[str, Any]] = {
 def register(spec: DeviceSpec) -> None:
     """Register a device with Inductor: device module, pieces of host code, code generators, interface, cache keys.
 
-    It takes the place of what was registered for that device type before, and nothing of another device type changes.
+    It replaces an earlier registration of that device type, and changes nothing of other device types.
 
     Args:
         spec: the device. Everything is looked at before anything is registered.

@@ -1,4 +1,4 @@
-"""Builds the driver of the simulated device on first use, and keeps what was built."""
+"""Builds the driver of the simulated device on first use, and caches it."""
 
 import fcntl
 import hashlib

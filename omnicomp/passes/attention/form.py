@@ -1,4 +1,4 @@
-"""What a fused kernel must be told about the scores: a scale, and a mask that is added to them."""
+"""The arguments of a fused kernel for the scores: a scale, and a mask that is added to them."""
 
 import dataclasses
 import math

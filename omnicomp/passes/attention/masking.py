@@ -1,4 +1,4 @@
-"""What the mask of an attention hides: which steps hide keys and which are a bias, and what is proved of the former."""
+"""The mask of an attention: which steps hide keys, which are a bias, and the proved properties of the former."""
 
 import dataclasses
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""Queries, keys and values behind their views: the tensor that the graph holds, and what was done to it on the way."""
+"""Queries, keys and values behind their views: the tensor that the graph holds, and the steps on the way."""
 
 import math
 from typing import Any, Final

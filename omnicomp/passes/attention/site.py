@@ -19,7 +19,7 @@ class MatchEnded(Exception):
     Attributes:
         node: where the match ended.
         code: code of the `Reason`.
-        observed: what was seen there.
+        observed: the observed form.
         needed: what would have been taken.
         lever: what the reader can change.
     """

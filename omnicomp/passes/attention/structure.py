@@ -1,4 +1,4 @@
-"""When two terms say the same, and terms built anew: numbers for structures, constants folded, parts replaced."""
+"""Equality of terms, and new terms from old: numbers for structures, constants folded, parts replaced."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence

@@ -6,7 +6,7 @@ the bound, each lowered operator is tried alone; those that harm the outputs mos
 as meet the bound. Only outputs of the forward graph, and inputs that it writes to, are compared: no gradients.
 
 The inputs are never changed, random numbers are drawn as if nothing had happened, and nothing is recorded for autograd.
-What was found is kept by what the graph is, in the process and on disk, not by the values of weights and inputs.
+Results are cached by the graph, in the process and on disk, and not by the values of weights and inputs.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ class Bound:
         error: relative to the outputs' norm (L2).
         reference: the precision that they are compared with, `fp32` or `fp64`.
         sample: gives the inputs to measure on, in place of the first call's, of their names and values.
-        verdicts: whether what was found before is put to `use`, is to be found again (`forget`), or is neither read nor
-            kept (`off`).
+        verdicts: whether earlier results are put to `use`, are to be measured again (`forget`), or are neither read nor
+            stored (`off`).
         strict: whether an error while measuring is raised; or else nothing is lowered.
     """
 
