@@ -1,34 +1,16 @@
-"""What a mask demands, one condition at a time: what kind it is, and how it reads as a SymPy predicate."""
+"""The conditions of a mask, one at a time: of what kind each is, and its parameters."""
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
-import sympy
-
-from omnicomp._torch.symbols import expression
-from omnicomp.passes.attention.linear import Linear, Quotient, Variable
-from omnicomp.passes.attention.polynomial import Size, to_sympy
+from omnicomp.passes.attention.linear import Linear, Quotient, Size, Variable, to_sympy
 from omnicomp.passes.attention.predicates import Clause, Literal
 from omnicomp.passes.attention.structure import Structure
-from omnicomp.passes.attention.terms import Apply, Index, Number, Position, Read, Term, leaves
+from omnicomp.passes.attention.terms import Apply, Read, Term, leaves
 
 __all__ = ["Conjunct", "classify"]
-
-_ARITHMETIC: Final[dict[str, Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "neg": operator.neg,
-    "eq": sympy.Eq,
-    "ne": sympy.Ne,
-    "lt": sympy.Lt,
-    "le": sympy.Le,
-    "gt": sympy.Gt,
-    "ge": sympy.Ge,
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,28 +37,16 @@ class Conjunct:
         kind: one of the above.
         clause: the condition.
         parameters: ints, or SymPy expressions of symbolic sizes.
-        position: reads the position of an element as a number made from indices.
     """
 
     kind: str
     clause: Clause
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    position: Callable[[Position], Linear | None] = dataclasses.field(repr=False)
 
     @functools.cached_property
     def term(self) -> Term:
         """The condition as a boolean term."""
         return self.clause.term()
-
-    @functools.cached_property
-    def predicate(self) -> Any:
-        """The condition in SymPy, in integer symbols `b`, `h`, `q`, `k` and those of symbolic sizes.
-
-        An element of a tensor is a function `t0`, `t1`, … of its position, other pointwise functions have their own
-        names; a boolean one is true where it is not zero.
-        """
-        writer = _Writer(self.position)
-        return sympy.Or(*map(writer.literal, self.clause.literals))
 
     @property
     def data(self) -> bool:
@@ -84,11 +54,11 @@ class Conjunct:
         return self.clause.data
 
 
-def classify(clause: Clause, structure: Structure, position: Callable[[Position], Linear | None]) -> Conjunct:
-    """The kind and the parameters of a condition; `position` reads positions as numbers made from indices."""
+def classify(clause: Clause, structure: Structure) -> Conjunct:
+    """The kind and the parameters of a condition."""
     kind, parameters = (_of_data(clause, structure), {}) if clause.data else _of_indices(clause, structure.single)
     readable = {name: to_sympy(value) for name, value in parameters.items()}
-    return Conjunct(kind=kind, clause=clause, parameters=readable, position=position)
+    return Conjunct(kind=kind, clause=clause, parameters=readable)
 
 
 def _of_data(clause: Clause, structure: Structure) -> str:
@@ -167,66 +137,3 @@ def _blocks(form: Linear) -> tuple[int, dict[str, Size]] | None:
         return None
     shifts = {"query": query.numerator.constant, "key": key.numerator.constant}
     return b, {"size": query.divisor, **shifts}
-
-
-class _Writer:
-    """Writes terms as SymPy expressions, equal tensors under one name."""
-
-    def __init__(self, position: Callable[[Position], Linear | None]) -> None:
-        self._position = position
-        self._names: dict[int, str] = {}
-
-    def literal(self, literal: Literal) -> Any:
-        if literal.relation == "opaque":
-            found = self._term(literal.term)
-            return _truth(found)
-        sides = [sympy.Integer(0), sympy.Integer(0)]
-        for atom, c in literal.form.terms:
-            factor = sympy.sympify(to_sympy(c))
-            negative = factor.could_extract_minus_sign()
-            sides[negative] += (-factor if negative else factor) * _atom(atom)
-        comparison = {"le": sympy.Le, "eq": sympy.Eq, "ne": sympy.Ne}[literal.relation]
-        return comparison(sides[0], sides[1] - to_sympy(literal.form.constant))
-
-    def _term(self, term: Term) -> Any:
-        if isinstance(term, Number):
-            return sympy.sympify(expression(term.value))
-        if isinstance(term, Index):
-            return expression(term.start) + expression(term.step) * self._at(term.position)
-        if isinstance(term, Read):
-            name = self._names.setdefault(id(term.value), f"t{len(self._names)}")
-            return sympy.Function(name)(*map(self._at, term.at))
-        if not isinstance(term, Apply):
-            return sympy.Symbol(type(term).__name__.lower())
-        args = list(map(self._term, term.args))
-        if term.op == "not":
-            return sympy.Not(_truth(args[0]))
-        numbers = [sympy.Piecewise((1, a), (0, True)) if _is_truth(a) else a for a in args]
-        if term.op in _ARITHMETIC:
-            return _ARITHMETIC[term.op](*numbers)
-        name = f"cast_{term.dtype}".replace("torch.", "") if term.op == "cast" else term.op
-        return sympy.Function(name)(*numbers)
-
-    def _at(self, position: Position) -> Any:
-        form = self._position(position)
-        return sympy.Symbol("elsewhere") if form is None else _linear(form)
-
-
-def _is_truth(value: Any) -> bool:
-    return bool(value.is_Boolean or value.is_Relational)
-
-
-def _truth(value: Any) -> Any:
-    return value if _is_truth(value) else sympy.Ne(value, 0)
-
-
-def _linear(form: Linear) -> Any:
-    return sum((to_sympy(c) * _atom(atom) for atom, c in form.terms), sympy.sympify(to_sympy(form.constant)))
-
-
-def _atom(atom: Any) -> Any:
-    if isinstance(atom, Variable):
-        return sympy.Symbol(atom.name, integer=True, nonnegative=True)
-    inside = _linear(atom.numerator)
-    divisor = to_sympy(atom.divisor)
-    return sympy.floor(inside / divisor) if isinstance(atom, Quotient) else sympy.Mod(inside, divisor)

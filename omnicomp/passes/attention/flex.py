@@ -28,8 +28,15 @@ from torch.fx.node import map_arg
 from omnicomp._torch.autograd import flex
 from omnicomp._torch.autograd.attention import without_guards
 from omnicomp.analysis.nodes import evaluate, fake_value, insert_call
-from omnicomp.passes.attention.flex_blocks import are_contiguous, find_blocks, grid, one_block, ordered
-from omnicomp.passes.attention.flex_bounds import Bounds, Unbounded
+from omnicomp.passes.attention.flex_blocks import (
+    Bounds,
+    Unbounded,
+    are_contiguous,
+    find_blocks,
+    grid,
+    one_block,
+    ordered,
+)
 from omnicomp.passes.attention.flex_values import Backend, Indices, Values, is_constant
 from omnicomp.passes.attention.terms import Axis, Index, Number, Position, Read, Term, leaves
 

@@ -16,8 +16,7 @@ from omnicomp.passes.attention.operands import visible
 from omnicomp.passes.attention.reader import cast
 from omnicomp.passes.attention.sdpa import Variant, finish, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
-from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step
-from omnicomp.passes.attention.steps import axes_in
+from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Number, Read, Scores, Term, flat, leaves
 
 __all__ = ["flex_pays", "insert"]

@@ -7,8 +7,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp.passes.attention.reader import Reader
-from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Scale, Site, Step
-from omnicomp.passes.attention.steps import axes_in
+from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Read, Term, flat
 from omnicomp.passes.attention.trace import Value
 

@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from omnicomp.passes.attention.arithmetic import Reader, prover_of
 from omnicomp.passes.attention.conjuncts import Conjunct, classify
-from omnicomp.passes.attention.linear import Linear, Variable
-from omnicomp.passes.attention.normal_form import NormalForm
-from omnicomp.passes.attention.polynomial import Size, polynomial, to_sympy
-from omnicomp.passes.attention.predicates import Clause, Clauses, Literal, TooComplex, conjunction
+from omnicomp.passes.attention.linear import IndexReader, Linear, Size, Variable, polynomial, prover_of, to_sympy
+from omnicomp.passes.attention.predicates import Clause, Clauses, Literal, NormalForm, TooComplex, conjunction
 from omnicomp.passes.attention.structure import IndexSpace, Structure, boolean, build
 from omnicomp.passes.attention.tables import MOST_PAIRS, Band, Table
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Term, leaves
@@ -120,7 +117,7 @@ class _Reading:
         self._space = space
         self._structure = Structure(space)
         self._prover = prover_of(space)
-        self._reader = Reader(space, self._structure, self._prover)
+        self._reader = IndexReader(space, self._structure, self._prover)
         self._missing: Size = self._prover.sizes["k"] - self._prover.sizes["q"]
         self._table = Table.of(space, self._structure)
 
@@ -150,7 +147,7 @@ class _Reading:
         )
 
     def _classified(self, clauses: Clauses) -> tuple[Conjunct, ...]:
-        return tuple(classify(clause, self._structure, self._reader.position) for clause in clauses)
+        return tuple(classify(clause, self._structure) for clause in clauses)
 
     def _evaluated(self, indices: list[Conjunct], *, exact: bool) -> Clauses | None:
         """The band that the conditions on indices are for these sizes, if they are one and it was not seen before.

@@ -21,8 +21,7 @@ from omnicomp.passes.attention.candidates import (
 )
 from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.reader import At, Reader, axes_of
-from omnicomp.passes.attention.site import Fill, MatchEnded, Scale, Site, Step
-from omnicomp.passes.attention.steps import number_in, step_of, steps_of, uncast
+from omnicomp.passes.attention.site import Fill, MatchEnded, Scale, Site, Step, number_in, step_of, steps_of, uncast
 from omnicomp.passes.attention.terms import Apply, Axis, Position, Read, Scores, Term, flat, leaves
 from omnicomp.passes.attention.trace import Op, Trace, Value
 from omnicomp.passes.attention.views import VIEWS, NotAView, full, source

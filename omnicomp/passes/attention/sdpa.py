@@ -17,8 +17,7 @@ from omnicomp.passes.attention.candidates import written_out
 from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, number
 from omnicomp.passes.attention.masking import mask_key
 from omnicomp.passes.attention.reader import Reader
-from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step
-from omnicomp.passes.attention.steps import axes_in
+from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat
 
 __all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"]

@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.attention import known_equal, without_guards
 from omnicomp.analysis.nodes import insert_call
+from omnicomp.devices import Device
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
 from omnicomp.passes.attention.build import Builder
-from omnicomp.passes.attention.computed import computed_dtype
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking
 from omnicomp.passes.attention.reader import Reader
@@ -21,8 +21,10 @@ from omnicomp.passes.attention.site import Site
 from omnicomp.passes.attention.terms import Position
 from omnicomp.passes.attention.trace import Trace
 from omnicomp.passes.base import PassContext
+from omnicomp.passes.dtypes.resolve import resolve
+from omnicomp.passes.dtypes.rules import decide
 
-__all__ = ["Attempt", "Chosen", "Session"]
+__all__ = ["Attempt", "Chosen", "Session", "computed_dtype"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,3 +148,18 @@ class Attempt:
         fused = with_layout(self.site, fused, self.call)
         self.kept = True
         return Chosen(node=fused, target=target, detail=detail)
+
+
+def computed_dtype(site: Site, policy: DtypePolicy, device: Device, *, training: bool) -> torch.dtype:
+    """The dtype of the operands that the kernel will have.
+
+    Both products have to be lowered. What keeps the dtype pass from it nevertheless, such as a bound on the error, is
+    not looked at: then a kernel of the program's dtype takes the place of the one that was chosen.
+    """
+    if site.dtype is not torch.float32 or not policy.rewrites:
+        return site.dtype
+    resolved, _ = resolve(policy, device, training=training)
+    first, second = decide(site.product, resolved), decide(site.output, resolved)
+    if first is None or second is None or first.dtype is not second.dtype:
+        return site.dtype
+    return first.dtype

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from omnicomp._torch.symbols import expression
-from omnicomp.passes.attention.evaluation import evaluate
-from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term
+from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term, evaluate
 
 __all__ = ["IndexSpace", "Structure", "boolean", "build", "substitute", "term_key"]
 

@@ -8,11 +8,10 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.symbols import expression
-from omnicomp.passes.attention.evaluation import can_evaluate, evaluate
 from omnicomp.passes.attention.linear import Linear, Quotient, Variable
 from omnicomp.passes.attention.predicates import Clause, Literal
 from omnicomp.passes.attention.structure import IndexSpace, Structure
-from omnicomp.passes.attention.terms import Axis, Term
+from omnicomp.passes.attention.terms import Axis, Term, can_evaluate, evaluate
 
 __all__ = ["MOST_PAIRS", "Band", "MaskDisagreement", "Table"]
 

@@ -262,22 +262,6 @@ def test_a_reading_that_evaluation_contradicts_raises(monkeypatch: pytest.Monkey
         read_mask(site.causal, **site.axes)
 
 
-def test_predicates_are_sympy_expressions_of_the_indices() -> None:
-    q, k, b = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "qkb")
-    site = Site(16, 16)
-    keep: Term = site.causal
-    for name in ("chunked by 4", "document", "padding"):
-        keep = apply("and", keep, SPELLINGS[name][0](site))
-    found = {conjunct.kind: conjunct.predicate for conjunct in read_mask(keep, **site.axes).conjuncts}
-    table: Any = sympy.Function("t0")
-    assert found == {
-        "causal": sympy.Le(k, q),
-        "chunk": sympy.Eq(sympy.floor(q / 4), sympy.floor(k / 4)),
-        "document": sympy.Eq(table(b, q), table(b, k)),
-        "padding": sympy.Ne(table(b, k), 0),
-    }
-
-
 def test_the_term_of_a_mask_is_the_mask() -> None:
     site = Site(5, 6)
     keep = apply("and", SPELLINGS["chunked by 4"][0](site), apply("or", site.causal, apply("lt", site.key, 2)))

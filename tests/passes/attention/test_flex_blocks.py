@@ -6,8 +6,7 @@ from flex_forms import BOOL, apply, at, both, causal_term, compare, index, numbe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnicomp.passes.attention.flex_blocks import find_blocks, grid
-from omnicomp.passes.attention.flex_bounds import Bounds, Unbounded
+from omnicomp.passes.attention.flex_blocks import Bounds, Unbounded, find_blocks, grid
 from omnicomp.passes.attention.flex_values import Backend, Indices, Values
 from omnicomp.passes.attention.terms import Axis
 
