@@ -7,8 +7,8 @@ from typing import Final
 
 from omnicomp.audit import Audit
 from omnicomp.audit.fleet import timelines
+from omnicomp.audit.gate import judge
 from omnicomp.audit.gate.annotations import to_annotations
-from omnicomp.audit.gate.judge import judge
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import Verdict, to_json, to_text

@@ -55,7 +55,7 @@ class OmniAudit:
         Raises:
             AcknowledgeError: the project's `pyproject.toml` can't be read.
         """
-        from omnicomp.audit.gate.judge import judge
+        from omnicomp.audit.gate import judge
         from omnicomp.options.acknowledged import load
         from omnicomp.options.fallback_limits import FallbackBudget
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from omnicomp.audit import Audit, build
 from omnicomp.audit.fleet import fleet
+from omnicomp.audit.gate import judge
 from omnicomp.audit.gate.annotations import to_annotations
-from omnicomp.audit.gate.judge import judge
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import to_text

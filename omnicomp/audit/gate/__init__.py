@@ -1,1 +1,5 @@
-"""Judging a report by a limit on fallbacks, and the views of the verdict."""
+"""Judging a report by a fallback budget, and the views of the verdict."""
+
+from omnicomp.audit.gate.judge import judge
+
+__all__ = ["judge"]

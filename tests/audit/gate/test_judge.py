@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnicomp.audit import Audit, build
-from omnicomp.audit.gate.judge import judge
+from omnicomp.audit.gate import judge
 from omnicomp.audit.gate.verdict import Fallen, Verdict
 from omnicomp.audit.views.jsonform import from_json
 from omnicomp.options.acknowledged import Acknowledged, Entry

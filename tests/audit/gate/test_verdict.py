@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from omnicomp.audit import Audit, build
+from omnicomp.audit.gate import judge
 from omnicomp.audit.gate.annotations import to_annotations
-from omnicomp.audit.gate.judge import judge
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import Verdict, message, to_json, to_text
