@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+import omnicomp
 from omnicomp import passes
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.inductor import compile_fx
@@ -26,7 +27,7 @@ from omnicomp.devices import Device, primary_device, resolve_device
 from omnicomp.errors import harmless
 from omnicomp.lowerings import GraphRecord, KeyParts, LoweringContext
 from omnicomp.lowerings.overrides import registry as overrides
-from omnicomp.options.digest import package_digest, version
+from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy, effective_options
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
@@ -140,7 +141,7 @@ def _name_of(device: Device) -> str:
 
 def _versions(device: Device) -> dict[str, str]:
     """Of the software that a graph is compiled with."""
-    found = {"torch": torch.__version__, "omnicomp": version(), "python": platform.python_version()}
+    found = {"torch": torch.__version__, "omnicomp": omnicomp.__version__, "python": platform.python_version()}
     toolkit = torch.version.cuda or torch.version.hip
     if device.type == "cuda" and toolkit:
         found["hip" if torch.version.hip else "cuda"] = toolkit
@@ -178,7 +179,7 @@ def graph_digest(policy: Policy, device: Device) -> str:
 
 def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
     """The components of the digest, by name: a text to show, and a hash."""
-    parts = {"omnicomp": (version(), package_digest()), "device": (device.type, device.type)}
+    parts = {"omnicomp": (omnicomp.__version__, package_digest()), "device": (device.type, device.type)}
     parts["code found to be wrong"] = ("", wrong_code())
     for name, value in policy.digest_parts().items():
         parts[f"option {name}"] = (repr(value), repr(value))

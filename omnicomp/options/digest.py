@@ -1,23 +1,15 @@
-"""Version of the package, and a hash of its sources for the keys of caches."""
+"""The hash of the package's version and sources, for the keys of caches."""
 
 import functools
 import hashlib
-import importlib.metadata
 from pathlib import Path
 from typing import Final
 
-__all__ = ["package_digest", "version"]
+import omnicomp
+
+__all__ = ["package_digest"]
 
 _NOT_COMPILED_WITH: Final = ("audit", "cli", "testing")
-
-
-@functools.cache
-def version() -> str:
-    """Version of the installed package, or `checkout` if it is not installed."""
-    try:
-        return importlib.metadata.version("omnicomp")
-    except importlib.metadata.PackageNotFoundError:
-        return "checkout"
 
 
 @functools.cache
@@ -26,7 +18,7 @@ def package_digest() -> str:
 
     Rooms that do not change compiled code are left out.
     """
-    value = hashlib.sha256(version().encode())
+    value = hashlib.sha256(omnicomp.__version__.encode())
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)

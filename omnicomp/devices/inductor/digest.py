@@ -5,12 +5,12 @@ served the code that the old class had generated.
 """
 
 import hashlib
-import importlib.metadata
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import omnicomp
 from omnicomp._torch.inductor.versions import describe
 
 __all__ = ["code_digest"]
@@ -25,11 +25,7 @@ def code_digest(classes: Iterable[type], values: Iterable[Any], files: Iterable[
         values: settings, limits and texts; functions by their code.
         files: further sources.
     """
-    try:
-        version = importlib.metadata.version("omnicomp")
-    except importlib.metadata.PackageNotFoundError:
-        version = "checkout"
-    value = hashlib.sha256(version.encode())
+    value = hashlib.sha256(omnicomp.__version__.encode())
     seen: set[str] = set(files)
     waiting, met = list(classes), set[type]()
     while waiting:

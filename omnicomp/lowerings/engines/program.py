@@ -28,7 +28,7 @@ from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.store import key_of, store
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes
-from omnicomp.options.digest import package_digest, version
+from omnicomp.options.digest import package_digest
 from omnicomp.timeline import Reason
 from omnicomp.timeline.step_down import record_step_down
 from omnicomp.weights.baked import Constants, fixable
@@ -294,7 +294,6 @@ class Program:
             self._clustering,
             subgraph.threads,
             torch.__version__,
-            version(),
             package_digest(),
         )
         if keeps or not weights:

@@ -26,6 +26,7 @@ from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp.analysis.exact_hash import fingerprint
 from omnicomp.analysis.nodes import op_name, submodules
 from omnicomp.errors import first_line
+from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy
 from omnicomp.passes.dtypes import trial_runs
 from omnicomp.passes.dtypes.trial_runs import Runs, Site, TrialError
@@ -384,8 +385,6 @@ def _alone(sites: tuple[Site, ...], measure: trial_runs.Measure) -> list[tuple[f
 
 def _key(item: "DtypePass", bound: Bound, root: GraphModule, context: "PassContext") -> str:
     """What a finding is known by: everything that it depends on but values of inputs, and sizes that are symbolic."""
-    from omnicomp.options.digest import package_digest
-
     device = context.device.type
     hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
     regions = [fingerprint(list(region.graph.nodes), names=True) for region in _regions(root)]
