@@ -114,7 +114,9 @@ class Policy:
         "[new-engine.md](new-engine.md#which-subgraphs-it-gets)",
     )
     disable_passes: tuple[str, ...] = option(
-        (), names(), "names of passes to skip: `attention_fusion`, `dtype_policy`, `legalise`"
+        (),
+        names(),
+        "names of passes to skip: `attention_fusion`, `dtype_policy`, `legalise`, or a repair such as `repair_losses`",
     )
     disable_overrides: tuple[str, ...] = option((), names(), "names of overrides to skip")
     overrides: tuple[str, ...] | None = option(

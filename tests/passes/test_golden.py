@@ -57,6 +57,14 @@ return (scaled_dot_product_attention,)""",
     )
 
 
+def test_a_graph_that_was_traced_by_fx_alone_is_rewritten_too() -> None:
+    graph = torch.fx.symbolic_trace(lambda q, k, v: torch.softmax(torch.matmul(q, k.mT), -1) @ v)
+    found = AttentionFusion().apply(graph, (QUERY, KEY, VALUE))
+    assert found.modified
+    torch.testing.assert_close(graph(QUERY, KEY, VALUE), torch.softmax(QUERY @ KEY.mT, -1) @ VALUE)
+    assert "scaled_dot_product_attention" in code(graph)
+
+
 def test_a_causal_mask_becomes_a_flag() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.mT) * 0.125
