@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule
 
+from omnicomp._torch.dynamo.control_flow import compile_lock
 from omnicomp._torch.inductor import repro_script
 from omnicomp.analysis.nodes import op_name
 from omnicomp.builder.find_failing import Verdict
@@ -77,7 +78,7 @@ class PartFailures:
         Returns:
             The reason with a lever that names the script.
         """
-        with repro_script.changed_settings(self._settings):
+        with compile_lock, repro_script.changed_settings(self._settings):
             script = self._script(module, inputs, reason.sentence, values=True)
         reason = _with_script(reason, script) if script else reason
         nodes = [node.name for node in module.graph.nodes if node.op == "call_function"]

@@ -22,7 +22,7 @@ CODES: Final[dict[str, str]] = {
     # building
     "build_failed": "the lowering raised while it built the subgraph",
     "cut_out": "the node was cut out because building it failed",
-    "budget_spent": "building took longer than the option `build_seconds` allows",
+    "budget_spent": "building took longer than allowed; no longer recorded",
     "capture_failed": "autograd or a pre-autograd pass of the compiler raised on the whole graph",
     # calling
     "call_failed": "the executable raised in a call",

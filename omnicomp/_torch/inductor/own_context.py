@@ -1,12 +1,11 @@
-"""Building a graph of real inputs once more, in the middle of a call: fixed sizes, and Inductor's settings of then."""
+"""Building a graph once more in the middle of a call: apart from the modes of the caller, with fixed sizes."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 import torch._guards
-import torch._inductor.config
 from torch._dynamo.utils import get_metrics_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
@@ -17,14 +16,13 @@ from omnicomp._torch.fx import copy_module
 __all__ = ["apart", "is_symbolic", "values_of", "with_fixed_sizes"]
 
 
-def apart(work: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
-    """Do some work without the modes of the caller, with settings of Inductor's, and leave random numbers as they were.
+def apart(work: Callable[[], Any]) -> Any:
+    """Do some work without the modes of the caller, and leave random numbers as they were.
 
     Several threads may be in here at once, and others in Dynamo.
 
     Args:
         work: what to do.
-        settings: Inductor's config entries.
 
     Raises:
         Exception: whatever `work` raises.
@@ -32,7 +30,6 @@ def apart(work: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
     with (
         _same_random_numbers(),
         torch._C._PreserveDispatchKeyGuard(),
-        torch._inductor.config.patch(dict(settings)) if settings else contextlib.nullcontext(),
         torch._guards.tracing(None),
         _disable_current_modes(),
         torch.inference_mode(False),

@@ -47,7 +47,7 @@ def resolve_engine(name: str) -> Engine:
         raise EngineError(f"unknown engine {name!r}; known engines are {known}{nearest(name, engine_names())}")
     try:
         # It is first asked for in the middle of a compilation: tensors that its module makes must be real ones.
-        made = apart(lambda: _declared(name)(), {})
+        made = apart(lambda: _declared(name)())
     except Exception as error:
         log.warning("the engine %s can't be loaded: %s: %s", name, type(error).__name__, error)
         raise EngineError(f"the engine {name} can't be loaded: {type(error).__name__}: {error}") from error

@@ -105,7 +105,7 @@ class _Built:
         if found is not None:
             return found
         # What it keeps must not become of the inference mode, say, that the caller is in now.
-        made: Session = apart(self.executable.session, {})
+        made: Session = apart(self.executable.session)
         self.local.session = made
         return made
 
@@ -269,7 +269,7 @@ class Program:
 
     def _build(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> _Built:
         # What a library computes while it compiles is not for the modes of whoever compiles or calls.
-        return apart(lambda: self._build_apart(sizes, inputs), {})
+        return apart(lambda: self._build_apart(sizes, inputs))
 
     def _build_apart(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> _Built:
         self._survived()

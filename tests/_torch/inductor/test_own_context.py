@@ -10,7 +10,7 @@ from omnicomp._torch.inductor.own_context import apart
 def test_modes_of_the_caller_are_left_outside():
     seen: list[bool] = []
     with torch.inference_mode(), torch.autocast("cpu"):
-        apart(lambda: seen.extend((torch.is_grad_enabled(), torch.is_inference_mode_enabled())), {})
+        apart(lambda: seen.extend((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
         assert torch.is_inference_mode_enabled()
     assert seen == [False, False]
 
@@ -20,7 +20,7 @@ def test_random_numbers_are_what_they_would_have_been():
     expected = torch.rand(3)
     torch.manual_seed(1)
     with pytest.raises(ValueError, match="after it drew"):
-        apart(draw_and_fail, {})
+        apart(draw_and_fail)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -29,20 +29,12 @@ def draw_and_fail() -> None:
     raise ValueError("after it drew")
 
 
-def test_settings_hold_inside():
-    from torch._inductor import config
-
-    before = config.max_autotune
-    assert apart(lambda: config.max_autotune, {"max_autotune": not before}) is not before
-    assert config.max_autotune is before
-
-
 def test_threads_that_overlap_leave_dynamo_as_it_was():
     """Entered and left in the same order, which no nesting of two contexts is."""
     inside, leave = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
 
     def work(place: int) -> None:
-        apart(lambda: (inside[place].set(), leave[place].wait(10)), {})
+        apart(lambda: (inside[place].set(), leave[place].wait(10)))
 
     threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
     for thread, entered in zip(threads, inside, strict=True):
