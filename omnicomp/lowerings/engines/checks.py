@@ -25,6 +25,7 @@ __all__ = [
     "of_several",
     "pads",
     "same_heads",
+    "whole_divisor",
 ]
 
 
@@ -109,3 +110,11 @@ def pads(node: Node) -> str:
     value: Any = node.args[1]
     negative = not all(type(each) is int and each >= 0 for each in value)
     return "it pads, and cuts nothing off" if negative else ""
+
+
+def whole_divisor(node: Node) -> str:
+    """Integers are divided by known numbers alone: division by zero, for which torch raises, would end the process."""
+    if fake_value(node).dtype.is_floating_point:
+        return ""
+    divisor = node.args[1]
+    return "" if isinstance(divisor, (int, float)) and divisor else "it divides integers by known numbers alone"

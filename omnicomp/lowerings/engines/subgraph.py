@@ -117,7 +117,7 @@ def with_constants(subgraph: Subgraph) -> GraphModule:
             name = f"_omnicomp_constant_{index}"
             setattr(module, name, subgraph.constants[index].contiguous())
             with graph.inserting_before(node):
-                fixed = graph.get_attr(name)
+                fixed = graph.create_node("get_attr", name)
             fixed.meta.update(node.meta)
             node.replace_all_uses_with(fixed)
     graph.eliminate_dead_code()

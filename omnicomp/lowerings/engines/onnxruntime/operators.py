@@ -24,6 +24,7 @@ from omnicomp.lowerings.engines.checks import (
     of_several,
     pads,
     same_heads,
+    whole_divisor,
 )
 from omnicomp.lowerings.engines.onnxruntime.engine import OnnxRuntimeEngine
 
@@ -35,14 +36,6 @@ _NUMBERS: Final = (*_FLOATS, *_INTEGERS, torch.bool)
 
 def _take(names: str, dtypes: tuple[torch.dtype, ...], check: Callable[[Node], str] | None = None) -> None:
     OnnxRuntimeEngine.operators.take(names, dtypes=dtypes, check=check)
-
-
-def _whole_divisor(node: Node) -> str:
-    """Division of integers by zero ends the process."""
-    if fake_value(node).dtype.is_floating_point:
-        return ""
-    divisor = node.args[1]
-    return "" if isinstance(divisor, (int, float)) and divisor else "it divides integers by known numbers alone"
 
 
 def _averages(node: Node) -> str:
@@ -110,9 +103,9 @@ _take("abs neg add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar
 _take("clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor hardtanh sign", _NUMBERS, numeric)
 _take("pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar", _NUMBERS, numeric)
 _take("relu ceil floor round trunc frac", _FLOATS)
-_take("div.Tensor div.Scalar", _NUMBERS, _whole_divisor)
-_take("div.Tensor_mode div.Scalar_mode floor_divide", _NUMBERS, _whole_divisor)
-_take("fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar", _NUMBERS, _whole_divisor)
+_take("div.Tensor div.Scalar", _NUMBERS, whole_divisor)
+_take("div.Tensor_mode div.Scalar_mode floor_divide", _NUMBERS, whole_divisor)
+_take("fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar", _NUMBERS, whole_divisor)
 _take(
     "acos acosh asin asinh atan atanh cos cosh deg2rad elu erf erfc exp exp2 gelu glu"
     " hardsigmoid hardswish leaky_relu log log10 log2 logit mish rad2deg reciprocal"

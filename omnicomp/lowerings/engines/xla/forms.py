@@ -434,6 +434,18 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: f
     return made if bias is None else made + bias.reshape(shape), nothing, nothing
 
 
+@_form("aten.native_group_norm")
+def _group_norm(
+    x: Any, weight: Any, bias: Any, batch: int, channels: int, size: int, groups: int, eps: float, like: Any
+) -> tuple[Any, Any, Any]:
+    rows = x.reshape(batch, groups, -1)
+    mean, scale = jnp.mean(rows, -1), lax.rsqrt(jnp.var(rows, -1) + eps)
+    made = ((rows - mean[..., None]) * scale[..., None]).reshape(x.shape)
+    shape = (1, channels, *(1,) * (x.ndim - 2))
+    made = made if weight is None else made * weight.reshape(shape)
+    return made if bias is None else made + bias.reshape(shape), mean, scale
+
+
 @_form("aten.convolution_backward")
 def _convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any, like: Any) -> Any:
     *rest, mask = settings
