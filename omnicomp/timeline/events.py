@@ -505,7 +505,7 @@ class Cache(Event):
         verdict: `hit`, `miss` or `bypass`.
         key: the cache's key, or empty.
         note: why it was bypassed or missed, or empty.
-        changed: the parts of the key in which a miss differs from the nearest earlier compilation.
+        changed: the parts of the key in which a miss differs from the last compilation.
         reason: why that can't be told, where a record of earlier compilations can't be used.
     """
 
