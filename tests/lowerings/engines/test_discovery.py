@@ -91,7 +91,7 @@ def test_the_doctor_lists_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["engine fake"].found.endswith(" operators, cpu, inference")
     for name, found in {
         "fake_missing": 'FakeLib is not installed: pip install "omnicomp[fake]"',
-        "fake_unsure": "libfake.so: undefined symbol",
+        "fake_unsure": "OSError: libfake.so: undefined symbol",
     }.items():
         assert (checks[f"engine {name}"].status, checks[f"engine {name}"].found) == ("note", found)
     assert "the engine acme can't be loaded: AttributeError" in checks["engine acme"].found
