@@ -96,6 +96,13 @@ def direct() -> Iterator[Call]:
     yield made(aten.argsort.default, i.float() + torch.rand(3, 4), -1, True)
     yield made(aten.repeat.default, x, [2, 1, 2])
     yield made(aten.avg_pool2d.default, torch.randn(2, 3, 8, 7), [3, 2], [2, 1], [1, 0])
+    plane, cube = torch.randn(2, 3, 5, 5), torch.randn(1, 2, 4, 4, 4)
+    yield made(aten.reflection_pad2d.default, plane, [1, 2, 1, 0])
+    yield made(aten.reflection_pad3d.default, cube, [1] * 6)
+    yield made(aten.replication_pad3d.default, cube, [1] * 6)
+    yield made(aten._fused_rms_norm.default, x, [4], torch.rand(4), 1e-5)
+    moments = [torch.rand(3) for _ in range(4)]
+    yield made(aten._native_batch_norm_legit_functional.default, plane, *moments, True, 0.1, 1e-5)
     yield made(aten.avg_pool2d.default, torch.randn(3, 8, 7), [3, 2], [], [1, 1], False, False)
     yield made(aten.remainder.Scalar, i, 4)
     yield made(aten.fmod.Scalar, i, -4)

@@ -116,6 +116,12 @@ for _name, _path in _NAMED.items():
     _form(f"prims.{_name}")(_named(_path))
 
 
+@_form("aten.add_.Scalar")
+def _add(x: Any, y: Any, like: Any) -> Any:
+    """Of a decomposition, which goes on with the result."""
+    return x + y
+
+
 @_form("prims.div")
 def _div(x: Any, y: Any, like: Any) -> Any:
     return jnp.true_divide(x, y) if like.dtype.is_floating_point else lax.div(*jnp.broadcast_arrays(x, y))

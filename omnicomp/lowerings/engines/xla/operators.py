@@ -5,9 +5,11 @@ They were compared with eager on the samples of PyTorch's operator database, for
 
 from torch.fx import Node
 
+from omnicomp._torch.autograd.decompositions import decompositions_of
 from omnicomp.lowerings.engines.checks import argument, no_dropout, no_masks
 from omnicomp.lowerings.engines.xla.engine import XlaEngine
 
+XlaEngine.decompositions = decompositions_of(("_fused_rms_norm_backward",))  # of CUDA alone
 _take = XlaEngine.operators.take
 
 
@@ -16,7 +18,7 @@ def _not_by_frequency(node: Node) -> str:
 
 
 _take(
-    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _fused_rms_norm _fused_rms_norm_backward _log_softmax"
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _fused_rms_norm _log_softmax"
     " _log_softmax_backward_data _native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
     " _prelu_kernel _prelu_kernel_backward _safe_softmax _softmax _softmax_backward_data _to_copy _unsafe_view abs"
     " acos acosh add.Scalar add.Tensor addcdiv addcmul addmm addmv addr alias all all.dim all.dims amax amin aminmax"
@@ -48,11 +50,11 @@ _take(
     " scalar_tensor scatter.src scatter.value scatter_add select.int select_backward select_scatter sgn sigmoid"
     " sigmoid_backward sign signbit silu silu_backward sin sinc sinh slice.Tensor slice_backward slice_scatter"
     " smooth_l1_loss smooth_l1_loss_backward softplus softplus_backward softshrink sort sort.stable split.Tensor"
-    " split_with_sizes sqrt square squeeze squeeze.dim squeeze.dims stack std.correction std_mean std_mean.correction"
-    " std_mean.dim sub.Scalar sub.Tensor sum sum.dim_IntList t tan tanh tanh_backward threshold threshold_backward"
+    " split_with_sizes sqrt square squeeze squeeze.dim squeeze.dims stack std.correction std_mean.correction"
+    " sub.Scalar sub.Tensor sum sum.dim_IntList t tan tanh tanh_backward threshold threshold_backward"
     " topk trace transpose.int tril tril_indices triu triu_indices trunc unbind.int unfold unsqueeze"
-    " upsample_bilinear2d upsample_bilinear2d.vec upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d"
-    " upsample_nearest2d.vec var.correction var_mean.correction view where.self xlogy.Scalar_Other xlogy.Scalar_Self"
+    " upsample_bilinear2d upsample_nearest1d upsample_nearest2d"
+    " var.correction var_mean.correction view where.self xlogy.Scalar_Other xlogy.Scalar_Self"
     " xlogy.Tensor zeros zeros_like"
 )
 _take("index.Tensor _unsafe_index.Tensor index_put _unsafe_index_put", check=no_masks)
