@@ -1,6 +1,6 @@
-"""TVM: ATen operators as Relax operators, built for a class of sizes and run by a virtual machine a thread."""
+"""TVM as an engine: its own importer reads the graph, and a virtual machine a thread runs what is built."""
 
-from omnicomp.lowerings.engines.tvm import layers, pointwise, reductions, shapes
+from omnicomp.lowerings.engines.tvm import operators
 from omnicomp.lowerings.engines.tvm.engine import TvmEngine
 
-__all__ = ["TvmEngine", "layers", "pointwise", "reductions", "shapes"]
+__all__ = ["TvmEngine", "operators"]
