@@ -290,14 +290,25 @@ def _resizes_bytes(node: Node) -> bool:
 
 
 class RepairFirstCall(_WhileTraced):
-    """Makes the first call of a graph without the dispatch mode under which conjugations get lost."""
+    """Makes the first call of a graph without the dispatch mode under which conjugations get lost.
+
+    It is in force without complex numbers, too: the mode reads `.data` of each tensor, after which what was built of a
+    parameter could not be trusted to hold any more, and it makes the first call slower.
+    """
 
     name: ClassVar[str] = "repair_first_call"
     needed: ClassVar[Needed] = first_call.NEEDED
 
     def meets(self, module: GraphModule, context: PassContext) -> bool:
-        """Whether the graph has complex numbers, and no operators that the dispatch mode is for."""
-        return any(v.is_complex() for v in _tensors(module)) and not first_call.has_custom_operators(module)
+        """Whether the graph has no operators that the dispatch mode is for."""
+        return not first_call.has_custom_operators(module)
+
+    def run(self, module: GraphModule, context: PassContext) -> PassResult:
+        """Put the repair in force later; it is counted where it changes values."""
+        if any(value.is_complex() for value in _tensors(module)):
+            context.count(self.name)
+        context.while_traced(self.in_force)
+        return PassResult(module, False)
 
     def in_force(self) -> Any:
         """A context manager."""

@@ -98,7 +98,6 @@ def check_graph(repair: Repair, graph: torch.fx.GraphModule, before: str, after:
     ("repair", "function", "met", "other"),
     [
         (RepairTangents(), lambda x: x.unfold(0, 2, 1), torch.ones(4), None),
-        (RepairFirstCall(), lambda x: torch.linalg.pinv(x), torch.eye(2, dtype=torch.complex64), torch.eye(2)),
         (
             RepairUint8Resize(),
             lambda x: torch.ops.aten.upsample_bilinear2d.default(x, (3, 3), False),
@@ -118,6 +117,15 @@ def test_what_is_in_force_while_a_graph_is_traced(
     graph = captured(function, met if other is None else other)
     runs = [event for event in repair.apply(graph, training=False).events if isinstance(event, PassRun)]
     assert not runs[0].applied
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.complex64, 1), (torch.float32, 0)])
+def test_every_first_call_of_torchs_operators_is_repaired_and_counted_where_values_change(
+    dtype: torch.dtype, count: int
+) -> None:
+    graph = captured(lambda x: torch.linalg.pinv(x), torch.eye(2, dtype=dtype))
+    (run,) = [event for event in RepairFirstCall().apply(graph).events if isinstance(event, PassRun)]
+    assert (run.applied, run.modified, run.rewrites) == (True, False, count)
 
 
 def test_a_repair_is_skipped_where_torch_does_not_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
