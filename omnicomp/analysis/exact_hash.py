@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.symbols import expression
 from omnicomp.analysis.nodes import fake_value, op_name
 
-__all__ = ["fingerprint"]
+__all__ = ["exact_hash"]
 
 # The address in a repr would make every process see another graph.
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
-def fingerprint(nodes: Sequence[Node], *, names: bool = False) -> str:
+def exact_hash(nodes: Sequence[Node], *, names: bool = False) -> str:
     """Hash of the content of a run of nodes.
 
     Args:
@@ -62,7 +62,7 @@ class _Writer:
         for part in str(node.target).split("."):
             value = getattr(value, part, None)
         if isinstance(value, GraphModule):
-            return fingerprint(list(value.graph.nodes))
+            return exact_hash(list(value.graph.nodes))
         return self._text(value)
 
     def _text(self, value: Any) -> str:

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
 
-__all__ = ["content", "content_of_all", "size_class"]
+__all__ = ["size_class", "stable_identities", "stable_identity"]
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
-def content(nodes: Iterable[Node]) -> str:
+def stable_identity(nodes: Iterable[Node]) -> str:
     """Hash of the operators of some nodes and of the graphs that they call.
 
     Args:
@@ -33,11 +33,11 @@ def content(nodes: Iterable[Node]) -> str:
         numbers of dimensions, a hyphen, and eight of a hash that counts the sizes as well: each as 0, 1, the power of
         two below it and whether it is a multiple of 16, or as symbolic.
     """
-    return content_of_all(node for own in nodes for node in (own, *_called(own)))
+    return stable_identities(node for own in nodes for node in (own, *_called(own)))
 
 
-def content_of_all(nodes: Iterable[Node]) -> str:
-    """Like `content`, where the nodes of the graphs that they call are among the nodes."""
+def stable_identities(nodes: Iterable[Node]) -> str:
+    """Like `stable_identity`, where the nodes of the graphs that they call are among the nodes."""
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for node in nodes:

@@ -19,7 +19,7 @@ from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.analysis.costs import known_sizes
 from omnicomp.analysis.nodes import all_nodes, call_count, fake_value, function_name, module_path, source_line
-from omnicomp.analysis.stable_identity import content_of_all
+from omnicomp.analysis.stable_identity import stable_identities
 from omnicomp.backend.attach_sinks import attach_all
 from omnicomp.backend.graph_breaks import record_graph_break
 from omnicomp.builder.known_failures import wrong_code
@@ -112,7 +112,7 @@ def capture_graph(
             effective=effective,
             origins=origins,
             module=common_path(filter(None, paths)),
-            fingerprint=content_of_all(nodes),
+            fingerprint=stable_identities(nodes),
             device_name=_name_of(device),
             platform=f"{platform.system()} {platform.machine()}",
             pid=os.getpid(),

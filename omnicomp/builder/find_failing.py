@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.failures import kind_of
-from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.errors import first_line
 from omnicomp.lowerings import MAIN
@@ -181,10 +181,10 @@ def _settle(units: Sequence[Unit], index: int, error: Exception, prober: Prober,
 def _same(unit: Unit, alike: Sequence[Unit], prober: Prober) -> list[Unit]:
     """The unit and those of the same content that fail by themselves as well, as in a model of equal layers."""
     candidates = [other for other in alike if other[0].target == unit[0].target and other[0] is not unit[0]]
-    content = fingerprint(unit) if candidates else ""
+    content = exact_hash(unit) if candidates else ""
     found = {unit[0].name: unit}
     for other in candidates:
-        if other[0].name not in found and fingerprint(other) == content:
+        if other[0].name not in found and exact_hash(other) == content:
             if not prober.fails_alike(other):
                 break  # then content is not what decides
             found[other[0].name] = other

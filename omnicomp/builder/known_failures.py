@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
-from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.lowerings import MAIN, LoweringContext
 from omnicomp.store import JsonStore, folder
 from omnicomp.timeline import Cache, Reason
@@ -110,7 +110,7 @@ class PartVerdicts:
         if self._enabled:
             nodes = list(module.graph.nodes)
             content = (
-                fingerprint(nodes, names=True),
+                exact_hash(nodes, names=True),
                 context.graph.digest,
                 context.part,
                 _hardware(context.device.type),

@@ -18,7 +18,7 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp.analysis.costs import cost_of, hint_of_text, size_of
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line
-from omnicomp.analysis.stable_identity import content
+from omnicomp.analysis.stable_identity import stable_identity
 from omnicomp.builder import eager_artefact
 from omnicomp.builder.boundaries import boundaries
 from omnicomp.builder.cache_keys import verdict
@@ -208,7 +208,7 @@ class PartRecord:
             modules=modules,
             sources=sources,
             module=module,
-            fingerprint=content(nodes),
+            fingerprint=stable_identity(nodes),
             refused=tuple(node.name for node in nodes if node.name in self._declined)[:_SHOWN],
         )
 

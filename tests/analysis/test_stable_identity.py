@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp.analysis.stable_identity import content
+from omnicomp.analysis.stable_identity import stable_identity
 
 
 def of(function: Any, *inputs: torch.Tensor, symbolic: bool = False) -> str:
     mode = "symbolic" if symbolic else "fake"
-    return content(make_fx(function, tracing_mode=mode)(*inputs).graph.nodes)
+    return stable_identity(make_fx(function, tracing_mode=mode)(*inputs).graph.nodes)
 
 
 def test_names_order_and_numbers_are_not_in_it() -> None:
@@ -51,7 +51,7 @@ def test_a_graph_that_an_operator_calls_is_in_it() -> None:
         found: list[str] = []
 
         def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-            found.append(content(gm.graph.nodes))
+            found.append(stable_identity(gm.graph.nodes))
             return gm
 
         torch.compile(function, backend=backend)(torch.randn(4))

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.frozen import inductor_settings
-from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.backend.select.candidates import Option
 from omnicomp.options.placement_rules import Rule
@@ -47,7 +47,7 @@ def key_of(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], ref
         refused: names of engines that are not available here.
     """
     parts = (
-        fingerprint([node for node in gm.graph.nodes]),
+        exact_hash([node for node in gm.graph.nodes]),
         graph_digest(graph.policy, graph.device),
         [(option.name, option.lowerings, option.version) for option in options],
         sorted(refused),

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor.own_context import apart, is_symbolic, with_fixed_sizes
-from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.eager import eager_executable, prepare
@@ -286,7 +286,7 @@ class Program:
         keeps = type(engine).loads is not Engine.loads
         hashes = constants.hashes(weights) if constants is not None and keeps else list(map(id, weights))
         key = key_of(
-            fingerprint(list(subgraph.module.graph.nodes)),
+            exact_hash(list(subgraph.module.graph.nodes)),
             list(zip(self._weights, hashes, strict=True)),
             engine.name,
             engine.version(),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from omnicomp import store as kept
+from omnicomp.store import folder, oldest_first, write_whole
 
 __all__ = ["Store", "store"]
 
@@ -86,7 +86,7 @@ class Store:
 
     @staticmethod
     def _path(engine: str, key: str) -> Path:
-        return kept.folder() / "engines" / engine / f"{key}.bin"
+        return folder() / "engines" / engine / f"{key}.bin"
 
 
 store: Final = Store()
@@ -138,7 +138,7 @@ def _keep(path: Path, made: object, dump: Callable[[object], bytes | None]) -> N
         body = dump(made) if allowed else None
         if body is None or len(body) > allowed:
             return
-        kept.write_whole(path, hashlib.sha256(body).hexdigest().encode() + body, files=None)
+        write_whole(path, hashlib.sha256(body).hexdigest().encode() + body, files=None)
         prune(path.parent.parent, allowed)
     except Exception as error:  # noqa: BLE001 - it runs all the same; the next process compiles again
         log.warning("%s can't be kept: %s: %s", path.name, type(error).__name__, error)
@@ -147,7 +147,7 @@ def _keep(path: Path, made: object, dump: Callable[[object], bytes | None]) -> N
 def prune(folder: Path, allowed: int) -> None:
     """Remove the least recently used files until those of all engines take no more than the allowed bytes."""
     total = 0
-    for path in reversed(kept.oldest_first(folder.glob("*/*.bin"))):
+    for path in reversed(oldest_first(folder.glob("*/*.bin"))):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             total += path.stat().st_size
         if total > allowed:

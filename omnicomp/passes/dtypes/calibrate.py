@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.inductor.versions import keeps_caches
-from omnicomp.analysis.exact_hash import fingerprint
+from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.analysis.nodes import op_name, submodules
 from omnicomp.errors import first_line
 from omnicomp.options.digest import package_digest
@@ -387,7 +387,7 @@ def _key(item: "DtypePass", bound: Bound, root: GraphModule, context: "PassConte
     """What a finding is known by: everything that it depends on but values of inputs, and sizes that are symbolic."""
     device = context.device.type
     hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
-    regions = [fingerprint(list(region.graph.nodes), names=True) for region in _regions(root)]
+    regions = [exact_hash(list(region.graph.nodes), names=True) for region in _regions(root)]
     sample = bound.sample
     named = "" if sample is None else f"{sample.__module__}.{sample.__qualname__} {_code(sample)}"
     parts = (
