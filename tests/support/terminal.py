@@ -49,7 +49,9 @@ def run(
         columns: of the terminal.
         stdout: a file that standard output goes to in place of the terminal.
     """
-    variables = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT), "CI": "", "RANK": "", **environment}
+    # The size is the terminal's, whatever another test or the shell has put into these two.
+    unset = dict.fromkeys(("CI", "COLUMNS", "LINES", "RANK"), "")
+    variables = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT), **unset, **environment}
     pid, descriptor = pty.fork()
     if pid == 0:
         try:
