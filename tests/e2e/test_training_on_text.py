@@ -85,6 +85,7 @@ def test_the_text_is_what_it_should_be() -> None:
     assert len(ids) > LENGTH
 
 
+@pytest.mark.slow
 def test_float32_learns() -> None:
     every = reference()
     assert every.shape == (len(SEEDS), STEPS)

@@ -111,7 +111,7 @@ def test_a_later_compilation_does_not_measure_again() -> None:
     assert (Slow.built, Slow.calls) == (0, 0)
 
 
-@pytest.mark.parametrize("verdicts", ["forget", "off"])
+@pytest.mark.parametrize("verdicts", ["forget", pytest.param("off", marks=pytest.mark.slow)])
 def test_it_measures_again_if_it_is_told_to(verdicts: str) -> None:
     model = Model().eval()
     run(model)
@@ -121,7 +121,7 @@ def test_it_measures_again_if_it_is_told_to(verdicts: str) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
+        pytest.param(b"", marks=pytest.mark.slow),
         pytest.param(b"{", marks=pytest.mark.slow),
         pytest.param(b'{"winner": 1}', marks=pytest.mark.slow),
         pytest.param(b"\xff\xfe", marks=pytest.mark.slow),

@@ -158,6 +158,7 @@ def dtypes_of(call: Call) -> set[torch.dtype]:
     return {leaf.dtype for leaf in tree_leaves((call.args, call.kwargs, call.result)) if isinstance(leaf, Tensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_operator_of_the_table_computes_what_eager_computes(name: str) -> None:
     engine = of(name)

@@ -40,12 +40,14 @@ def test_torch_logs_shows_what_was_decided() -> None:
     assert len(shown) == len(set(shown)), "a line is printed twice"
 
 
+@pytest.mark.slow
 def test_plus_shows_each_detail() -> None:
     shown = lines("+omnicomp")
     assert any(line.startswith("DEBUG omnicomp.passes g0: attention_fusion changed nothing") for line in shown)
     assert any(line.startswith("DEBUG omnicomp.placement g0.forward.0: subgraph: lowering=eager") for line in shown)
 
 
+@pytest.mark.slow
 def test_minus_shows_errors_alone() -> None:
     assert lines("-omnicomp") == []
 
