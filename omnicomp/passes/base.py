@@ -151,6 +151,8 @@ class Pass:
     name: ClassVar[str]
     checked: ClassVar[bool] = True
     """Whether the outputs must be what they were on fake tensors; a repair's were described wrongly before."""
+    told: ClassVar[bool] = True
+    """Whether a run that rewrote nothing is recorded."""
 
     def of(self, policy: Policy) -> "Pass":
         """This pass with the options that the user's policy gives it."""
@@ -264,13 +266,17 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: b
             before = _count(module) if before is None else before
             modified |= _run_on_region(item, region, context, check=check)
     if before is None:
-        _record(
-            context,
-            item,
-            applied=False,
-            seconds=time.perf_counter() - start,
-            note="nothing to do for this graph, device and policy",
-        )
+        if item.told:
+            _record(
+                context,
+                item,
+                applied=False,
+                seconds=time.perf_counter() - start,
+                note="nothing to do for this graph, device and policy",
+            )
+        return False
+    rewrites = context.rewrites[item.name] - reported
+    if not (item.told or modified or rewrites):
         return False
     diff = _count(module)
     diff.subtract(before)
@@ -279,7 +285,7 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: b
         item,
         applied=True,
         modified=modified,
-        rewrites=context.rewrites[item.name] - reported,
+        rewrites=rewrites,
         seconds=time.perf_counter() - start,
         node_diff={op: n for op, n in sorted(diff.items()) if n},
     )

@@ -51,6 +51,7 @@ class Repair(Pass):
 
     needed: ClassVar[Needed]
     checked: ClassVar[bool] = False
+    told: ClassVar[bool] = False
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether this torch has the fault, and the graph meets it."""

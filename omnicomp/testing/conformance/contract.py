@@ -33,7 +33,7 @@ def _available(session: Session) -> str:
 _ABSENT = """
 from omnicomp.devices import BUILT_IN, GROUP
 import importlib.metadata
-classes = {cls.type: cls for cls in BUILT_IN}
+classes = {{cls.type: cls for cls in BUILT_IN}}
 for entry in importlib.metadata.entry_points(group=GROUP):
     if entry.name not in classes:
         classes[entry.name] = entry.load()
