@@ -186,7 +186,7 @@ def test_a_disk_that_is_full(use: Callable[[], None], monkeypatch: pytest.Monkey
 
 
 STORES = {
-    "verdicts' key": Place("omnicomp.builder.known_failures", "fingerprint"),
+    "verdicts' key": Place("omnicomp.builder.known_failures", "exact_hash"),
     "verdicts read": Place("omnicomp.builder.known_failures", "PartVerdicts.known"),
     "verdicts written": Place("omnicomp.builder.known_failures", "PartVerdicts.add"),
     "script": Place("omnicomp.builder.on_failure", "write_script"),

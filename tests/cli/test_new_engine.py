@@ -61,6 +61,7 @@ def test_nothing_is_overwritten(omnicomp: Command, tmp_path: Path) -> None:
     assert err == f"omnicomp: error: {tmp_path / 'omnicomp-gxu'} exists already; name another folder with --path\n"
 
 
+@pytest.mark.slow
 def test_it_installs_and_passes_its_own_tests(tmp_path: Path) -> None:
     write_engine("gxu", tmp_path)
     target, site = tmp_path / "omnicomp-gxu", tmp_path / "site"

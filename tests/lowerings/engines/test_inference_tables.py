@@ -125,6 +125,7 @@ def sampled(engine: Engine, names: Sequence[str], dtype: torch.dtype, samples: i
         yield from calls(name, wanted, dtype, samples=samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_operators_compute_what_eager_computes(name: str) -> None:
     engine = of(name)
