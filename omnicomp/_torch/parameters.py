@@ -6,8 +6,8 @@ A parameter's `_version` counts in-place operations, except these, which are rep
   `torch.nn.Parameter` gets a property of that name, which reports and then asks torch's own;
 - fused optimizers (torch 2.11 to 2.13): a hook that torch offers runs after each step of an optimizer;
 - `torch._foreach_lerp_` with a number and `torch._foreach_zero_` on CUDA, whose kernels alone of all in-place
-  `_foreach` functions don't call `increment_version` (`aten/src/ATen/native/cuda/Foreach{TernaryOp,UnaryOp}.cu`, torch
-  2.11 to 2.13): they are wrapped.
+  `_foreach` functions don't call `increment_version`, as far as torch's sources show
+  (`aten/src/ATen/native/cuda/Foreach{TernaryOp,UnaryOp}.cu`): they are wrapped.
 """
 
 import functools

@@ -29,7 +29,7 @@ CODES: Final[dict[str, str]] = {
     "forward_mode": "a call asked for a forward-mode derivative, which compiled code does not compute",
     "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
     "weights_changed": "a weight that was built into an executable has changed since",
-    "engine_crashed": "the process that tried an engine on the subgraph died",
+    "engine_crashed": "the process that tried an engine on the subgraph died; no longer recorded",
     "slower": "another candidate was measured to be faster",
     "verification_failed": "a result was farther from a higher precision than eager's own",
     # passes
