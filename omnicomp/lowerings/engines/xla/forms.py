@@ -436,8 +436,10 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: f
     shape = (1, -1, *(1,) * (x.ndim - 2))
     made = (x - mean.reshape(shape)) / jnp.sqrt(var.reshape(shape) + eps)
     made = made if weight is None else made * weight.reshape(shape)
-    nothing = jnp.zeros((0,), x.dtype)
-    return made if bias is None else made + bias.reshape(shape), nothing, nothing
+    made = made if bias is None else made + bias.reshape(shape)
+    if not like[1].numel():  # the CPU saves nothing
+        return made, jnp.zeros((0,)), jnp.zeros((0,))
+    return made, mean, lax.rsqrt(var + eps)
 
 
 @_form("aten.native_group_norm")
@@ -563,6 +565,44 @@ def _average(
         beyond = [(0, max(end - pad, 0)) for end, pad in zip(ends, padding, strict=True)]
         return sums(x, pads) / sums(ones, [*ahead, *beyond])
     return sums(x, pads) / sums(ones, pads)
+
+
+# Primitives have no form of these two before torch 2.12.
+@_form("aten.max_pool2d_with_indices")
+def _max_pool2d(
+    x: Any,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+    *,
+    like: Any,
+) -> tuple[Any, Any]:
+    """The greatest element of each window, and its index in the plane."""
+    stride = stride or kernel
+    rows, columns = (
+        jnp.arange(count)[:, None] * stride[at] - padding[at] + jnp.arange(kernel[at]) * dilation[at]
+        for at, count in zip((0, -1), like[0].shape[-2:], strict=True)
+    )
+    height, width = x.shape[-2:]
+    rows, columns = rows[:, None, :, None], columns[None, :, None, :]
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    windows = jnp.where(inside, x[..., rows.clip(0, height - 1), columns.clip(0, width - 1)], least)
+    windows = windows.reshape(*like[0].shape, -1)
+    places = (rows * width + columns).reshape(*like[0].shape[-2:], -1)
+    found = jnp.argmax(windows, -1)
+    index = jnp.take_along_axis(jnp.broadcast_to(places, windows.shape), found[..., None], -1)
+    return jnp.take_along_axis(windows, found[..., None], -1)[..., 0], index[..., 0]
+
+
+@_form("aten.max_pool2d_with_indices_backward")
+def _max_pool2d_backward(grad: Any, x: Any, *settings: Any, like: Any) -> Any:
+    planes, index = math.prod(x.shape[:-2]), settings[-1]
+    made = jnp.zeros((planes, x.shape[-2] * x.shape[-1]), grad.dtype)
+    put = made.at[jnp.arange(planes)[:, None], index.reshape(planes, -1)]
+    return put.add(grad.reshape(planes, -1)).reshape(x.shape)
 
 
 @_form("aten._adaptive_avg_pool2d")
