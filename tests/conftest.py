@@ -1,5 +1,6 @@
 """Options of the suite, and shared fixtures: one seed for what is drawn, one cache folder for all compilations."""
 
+import gc
 import os
 import secrets
 from collections.abc import Iterator
@@ -60,10 +61,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("drawn")
 
 
-@pytest.fixture(autouse=True)
-def clean_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test starts with nothing compiled, nothing recorded, no known failures and the same random numbers."""
+@pytest.fixture(autouse=True, scope="session")
+def imported() -> None:
+    """Import what nearly all tests need, and keep the garbage collector from visiting it again and again."""
     # Imported here, as the process that hands tests out to workers needs none of it.
+    import processes
+
+    processes.import_torch()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def clean_state(imported: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts with nothing compiled, nothing recorded, no known failures and the same random numbers."""
     import reports
     import torch
 
