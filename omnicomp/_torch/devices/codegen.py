@@ -13,6 +13,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.virtualized import V
 
+from omnicomp._torch.repairs.local_buffers import row_of_its_own
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 
 __all__ = ["DeviceCppScheduling", "DeviceWrapper", "no_cpp_wrapper", "python_wrapper"]
@@ -27,7 +28,7 @@ class DeviceCppScheduling(CppScheduling):
         Of any device that it does not know, Inductor says that its kernels are Triton's, and then the C++ generator's
         type propagation asserts ("index.dtype is not None") in whatever has an index: arange, embedding, dropout.
         """
-        with V.graph.set_current_device(torch.device("cpu")):
+        with row_of_its_own(), V.graph.set_current_device(torch.device("cpu")):
             super().codegen_node(node)
 
     def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:

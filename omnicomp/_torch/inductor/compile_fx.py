@@ -28,8 +28,7 @@ from torch._inductor.utils import BoxedBool
 
 from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
-from omnicomp._torch.repairs.read_before_written import read_before_written
-from omnicomp._torch.repairs.scheduler_order import written_before_read
+from omnicomp._torch.repairs.while_lowered import inductor_repaired
 
 __all__ = [
     "CompiledFxGraph",
@@ -177,7 +176,7 @@ def compile_part(
     """
     separate_outputs(module.graph)
     before = counts()
-    with observer_paused(), read_before_written(), written_before_read():
+    with observer_paused(), inductor_repaired():
         compiled = compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
     lookup = graph_lookup(compiled, before)
     if lookup is not None:

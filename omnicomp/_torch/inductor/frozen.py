@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.compile_fx import observer_paused
-from omnicomp._torch.repairs.read_before_written import read_before_written
-from omnicomp._torch.repairs.scheduler_order import written_before_read
+from omnicomp._torch.repairs.while_lowered import inductor_repaired
 
 __all__ = ["compile_frozen", "inductor_settings"]
 
@@ -82,8 +81,7 @@ def compile_frozen(
     patches = {**settings, "freezing": True}
     with (
         observer_paused(),
-        read_before_written(),
-        written_before_read(),
+        inductor_repaired(),
         torch._inductor.config.patch(patches),
         torch.no_grad(),
         _modules_of_their_own(),

@@ -1,0 +1,17 @@
+"""The repairs that are in force while Inductor lowers a graph and generates its code."""
+
+import contextlib
+from collections.abc import Generator
+
+from omnicomp._torch.repairs.local_buffers import row_of_its_own
+from omnicomp._torch.repairs.read_before_written import read_before_written
+from omnicomp._torch.repairs.scheduler_order import written_before_read
+
+__all__ = ["inductor_repaired"]
+
+
+@contextlib.contextmanager
+def inductor_repaired() -> Generator[None]:
+    """Inside, Inductor is without the faults that are repaired in its own IR; on whatever thread."""
+    with read_before_written(), written_before_read(), row_of_its_own():
+        yield
