@@ -1,6 +1,7 @@
 """The report that a user holds: the data of `Report`, with a method for each view."""
 
 import dataclasses
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,7 +57,8 @@ class Audit(Report):
         yield from text.renderables(self)
 
     def __str__(self) -> str:
-        return self.to_text()
+        """The text, as wide as the terminal or `COLUMNS` says; 120 columns where there is neither."""
+        return text.to_text(self, shutil.get_terminal_size((120, 24)).columns)
 
     def __repr__(self) -> str:
         return self.summary()

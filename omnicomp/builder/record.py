@@ -300,13 +300,15 @@ def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Ex
     evidence, kernels = result.attest()
     counted: Counter[str] = Counter()
     for subgraph in subgraphs:
-        name = "".join(subgraph.ops)
-        counted[name] += 1
         if "/" not in subgraph.subgraph:
             ran, seen, calls = witness.ran, "; ".join(filter(None, (witness.evidence, evidence))), kernels
             note = witness.notes.get(subgraph.subgraph, "")
             seen = f"{seen}; {note}" if note and ran == "override" else seen
-        elif witness.was_replaced(subgraph.subgraph):
+            context.timeline.append(_ran(context, subgraph, ran, seen, calls))
+            continue
+        name = "".join(subgraph.ops)
+        counted[name] += 1
+        if witness.was_replaced(subgraph.subgraph):
             ran, seen, calls = "eager", f"{witness.notes[subgraph.subgraph]}, called from {evidence}", {}
         elif witness.watched and witness.calls_of(subgraph.ops) < counted[name]:
             ran, seen, calls = witness.ran, f"not called in the first call of {evidence}", {}
@@ -317,16 +319,18 @@ def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Ex
             seen = f"{', '.join(calls)} called from {evidence}" if calls else f"not called from {evidence}"
             note = witness.notes.get(subgraph.subgraph, "")
             seen = f"{seen}; {note}" if note and calls else seen
-        context.timeline.append(
-            Ran(
-                graph=context.graph_id,
-                part=context.part,
-                subgraph=subgraph.subgraph,
-                lowering=ran,
-                evidence=seen,
-                kernels=calls,
-            )
-        )
+        context.timeline.append(_ran(context, subgraph, ran, seen, calls))
+
+
+def _ran(context: LoweringContext, subgraph: Subgraph, lowering: str, evidence: str, kernels: dict[str, int]) -> Ran:
+    return Ran(
+        graph=context.graph_id,
+        part=context.part,
+        subgraph=subgraph.subgraph,
+        lowering=lowering,
+        evidence=evidence,
+        kernels=kernels,
+    )
 
 
 def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any) -> None:

@@ -120,7 +120,8 @@ class Verifier:
             self.verdict = f"not verified: the results could not be compared: {first_line(error)}"
             return outputs
         if judged.worst is None:
-            self.verdict = f"verified: error {judged.error:.1e}, eager's {judged.own:.1e}"
+            wide = str(dtype).removeprefix("torch.")
+            self.verdict = f"verified against {wide}: error {judged.error:.1e}, eager's {judged.own:.1e}"
             return outputs
         self._fail(judged, eager)
         for index in changed:

@@ -8,6 +8,7 @@ from omnicomp.timeline import (
     Attempt,
     Capture,
     Event,
+    NearMiss,
     NodePlacement,
     Placement,
     Ran,
@@ -53,6 +54,16 @@ def test_nothing_compiled_yet() -> None:
 
 def test_captured_but_not_built() -> None:
     assert build([Capture(graph="g0")]).summary() == "omni: 1 graph, 0 subgraphs: nothing was built"
+
+
+def test_nothing_built_between_graph_breaks() -> None:
+    reason = Reason(code="graph_break", sentence="a generator")
+    broken = [
+        NearMiss(graph="g0", name="dynamo", kind="graph_break", node="x", source=f"/m.py:{line}", reason=reason)
+        for line in (3, 3, 7)
+    ]
+    found = build([Capture(graph="g0"), *broken]).summary()
+    assert found == "omni: 1 graph, 0 subgraphs: nothing was built; 2 graph breaks (m.py:3 and 1 more)"
 
 
 def test_planned_but_not_called() -> None:

@@ -1,5 +1,6 @@
 """A device is registered with Inductor from one declaration; what is missing is named, all at once."""
 
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ from omnicomp._torch.devices.codegen import DeviceWrapper, python_wrapper
 from omnicomp._torch.inductor.versions import compilers
 from omnicomp.devices.inductor import DeviceSpec, LaunchLimits, RegistrationError, register, registration
 from omnicomp.devices.inductor.checks import CPP_MEMBERS
+from omnicomp.devices.inductor.report import Piece
 from omnicomp.errors import DeviceError
 
 __all__ = ["clean"]
@@ -73,6 +75,20 @@ def test_the_report_names_the_piece_that_went_missing(piece: str, registry: str,
     assert all(each.lever for each in lacking)
     if piece != "scheduling":
         assert len(lacking) == 1
+
+
+def test_torchs_functions_that_choose_triton_need_it() -> None:
+    def look(name: str) -> Piece:
+        return next(piece for piece in registration(name) if piece.name == "triton backend")
+
+    there = importlib.util.find_spec("triton") is not None
+    for name in ("cuda", "xpu", "mtia"):
+        assert look(name).found != "not needed"
+        assert there or look(name).lever.startswith("install triton")
+    assert look("cpu").found == look("mps").found == "not needed"
+    register(spec())
+    common.device_codegens[NAME].scheduling = lambda scheduler: TritonScheduling(scheduler)
+    assert look(NAME).found != "not needed"
 
 
 def test_a_module_with_functions_where_inductor_takes_classes() -> None:

@@ -345,3 +345,16 @@ def test_code_that_no_cache_keeps_is_recognised() -> None:
     with torch.compiler.config.patch(force_disable_caches=True):
         torch.compile(lambda x: x.sin() + 5, backend="omni")(torch.randn(4))
     assert [row.ran for row in omnicomp.audit().subgraphs] == ["inductor"]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_override_that_is_all_of_an_inductor_graph_ran(calls: int) -> None:
+    heard = cumsum()
+
+    def alone(x: Tensor) -> Any:
+        return x.cumsum(-1) if calls == 1 else (x.cumsum(-1), x.cumsum(0))
+
+    compiled(alone, lowerings=["override", "inductor", "eager"])(torch.rand(3, 4))
+    assert len(heard) == calls
+    assert [row.ran for row in omnicomp.audit().subgraphs] == ["inductor", *["override"] * calls]
+    assert not omnicomp.audit().mismatches

@@ -66,7 +66,7 @@ def test_what_is_right_says_how_right(dtype: torch.dtype, reference: str) -> Non
     made, timeline = verifier(program, x, reference=reference)
     call = made.around(lambda args: program(args[0]))
     assert torch.equal(call([x])[0], program(x)[0])
-    assert made.verdict.startswith("verified: error ")
+    assert made.verdict.startswith(f"verified against {reference.replace('fp', 'float')}: error ")
     assert not made.failed
     assert timeline.events() == ()
 

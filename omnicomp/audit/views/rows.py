@@ -75,9 +75,7 @@ def summary(audit: Report) -> str:
         return NOTHING
     rows = [row for row in audit.subgraphs if not row.parent and not row.superseded]
     head = f"omni: {plural(len(audit.graphs), 'graph')}, {plural(len(rows), 'subgraph')}"
-    if not audit.subgraphs:
-        return f"{head}: nothing was built"
-    clauses = [_shares(audit)]
+    clauses = [_shares(audit)] if audit.subgraphs else ["nothing was built"]
     sites = audit.sites
     if sites.total:
         clauses.append(f"attention {len(sites.fused)} of {plural(sites.total, 'site')} fused")
@@ -91,7 +89,8 @@ def summary(audit: Report) -> str:
         clauses.append(f"{plural(len(broken), 'graph break')} ({short_source(broken[0])}{more})")
     if audit.retreats:
         clauses.append(plural(len(audit.retreats), "retreat"))
-    clauses.append(_verdict(audit))
+    if audit.subgraphs:
+        clauses.append(_verdict(audit))
     return f"{head}: {'; '.join(clause for clause in clauses if clause)}"
 
 
@@ -213,12 +212,17 @@ def status(row: SubgraphAudit) -> str:
     return ""
 
 
+_TORCHS_OWN: Final = ("inductor", "eager", "override")
+
+
 def what(row: SubgraphAudit) -> list[str]:
-    """What a row consists of: operators, modules or source lines, external kernels."""
+    """What a row consists of: operators, modules or source lines, external kernels; what another compiler made."""
     where = row.modules or tuple(short_source(source) for source in row.sources)
     lines = [counts(row.ops), ", ".join(where[:3]) + (f", {len(where) - 3} more" if len(where) > 3 else "")]
     if row.kernels:
         lines.append(f"kernels: {counts(row.kernels)}")
+    if row.ran is not None and row.ran not in _TORCHS_OWN and not row.mismatch:
+        lines.append(row.evidence)
     if not row.flops.lstrip("-").isdigit() and 0 < len(row.flops) <= 80:
         lines.append(f"FLOPs: {row.flops}")
     return [line for line in lines if line]

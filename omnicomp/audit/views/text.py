@@ -15,9 +15,9 @@ __all__ = ["renderables", "to_text"]
 _STYLES = {"inductor": "green", "override": "cyan", "eager": "yellow"}
 
 
-def to_text(audit: Report) -> str:
-    """Plain text, 120 columns wide, without colours."""
-    return rows.plain(*renderables(audit))
+def to_text(audit: Report, width: int = 120) -> str:
+    """Plain text without colours."""
+    return rows.plain(*renderables(audit), width=width)
 
 
 def renderables(audit: Report) -> Iterator[RenderableType]:

@@ -148,8 +148,7 @@ def _properties(name: str) -> str:
 
 
 def _triton(name: str) -> str:
-    scheduling: Any = registry.scheduling(name)
-    if not (isinstance(scheduling, type) and issubclass(scheduling, registry.TritonScheduling)):
+    if not _generates_triton(registry.scheduling(name)):
         return "not needed"
     if importlib.util.find_spec("triton") is None:
         raise _Missing("the package triton is not installed")
@@ -158,6 +157,14 @@ def _triton(name: str) -> str:
         raise _Missing("Dynamo has no DeviceInterface for it, which knows whether triton serves it")
     interface.raise_if_triton_unavailable()
     return "there"
+
+
+def _generates_triton(scheduling: Any) -> bool:
+    """Whether what is registered generates Triton: a class, or a function that chooses one, or one that delegates."""
+    if scheduling is None:
+        return False
+    made = scheduling(None)  # as torch makes one to ask for its features
+    return any(isinstance(each, registry.TritonScheduling) for each in (made, *vars(made).values()))
 
 
 def _qualified(value: Any) -> str:

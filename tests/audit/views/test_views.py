@@ -3,7 +3,7 @@ import json
 import pytest
 
 from omnicomp.audit import AUDIT_SCHEMA, build
-from omnicomp.timeline import Event, NodePlacement, Placement, Reason, Subgraph
+from omnicomp.timeline import Event, NodePlacement, Placement, Ran, Reason, Subgraph
 
 Events = list[Event]
 
@@ -32,6 +32,20 @@ def test_text_golden(events: Events) -> None:
     assert "\x1b" not in text
     start = text.index("Subgraphs")
     assert text[start : text.index("\n\n", start)] == GOLDEN.strip()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_printing_is_as_wide_as_the_terminal(events: Events, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    found = build(events)
+    assert max(map(len, str(found).splitlines())) <= columns
+    assert max(map(len, found.to_text().splitlines())) == 120
+
+
+def test_the_row_of_another_compiler_has_its_evidence() -> None:
+    made = Subgraph(graph="g0", part="forward", subgraph="g0.forward.0", lowering="toy", nodes=1)
+    ran = Ran(graph="g0", part="forward", subgraph="g0.forward.0", lowering="toy", evidence="2 results in 1 buffer")
+    assert "2 results in 1 buffer" in build([made, ran]).to_text()
 
 
 @pytest.mark.parametrize("title", ["Reasons", "Attention: 1 of 2 sites fused", "Passes", "Options", "Caches"])

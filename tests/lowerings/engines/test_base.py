@@ -46,7 +46,7 @@ def test_one_that_is_right_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake.installed(monkeypatch, fake.Fake)
     assert check("fake", on_error="raise") == ["fake"]
     (ran,) = [event for event in omnicomp.timeline.events() if isinstance(event, Ran)]
-    assert ran.evidence.startswith("fake 1.0, from compiled; verified: error ")
+    assert ran.evidence.startswith("fake 1.0, from compiled; verified against float64: error ")
     (build,) = engine.builds  # type: ignore[attr-defined]
     assert build.targets == [aten.exp.default, aten.mul.Tensor, aten.sin.default, aten.add.Tensor, aten.relu.default]
     assert build.subgraph.threads == torch.get_num_threads()
