@@ -26,6 +26,7 @@ from omnicomp.builder.known_failures import wrong_code
 from omnicomp.devices import Device, primary_device, resolve_device
 from omnicomp.errors import harmless
 from omnicomp.lowerings import GraphRecord, KeyParts, LoweringContext
+from omnicomp.lowerings.identities import compiler_identities
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy, effective_options
@@ -127,6 +128,8 @@ def capture_graph(
     record_without_tf32(id, policy.dtype_policy, device, timeline)
     if compile_fx.freezing_requested(policy.inductor):
         _record_freezing(graph)
+    if "device" in policy.lowerings and "device" not in device.lowerings:
+        _record_no_compiler(graph)
     return graph
 
 
@@ -165,6 +168,26 @@ def _record_freezing(graph: CapturedGraph) -> None:
     )
 
 
+def _record_no_compiler(graph: CapturedGraph) -> None:
+    asked = graph.policy.lowerings
+    current().append(
+        Option(
+            graph=graph.id,
+            key="lowerings",
+            requested=", ".join(asked),
+            effective=", ".join(name for name in asked if name != "device"),
+            reason=Reason(
+                code="option_ineffective",
+                by="device",
+                sentence=f"{graph.device.type} has no compiler of its own",
+                observed=", ".join(graph.device.lowerings),
+                needed="device",
+                lever="take device out of the lowerings, or write Device.compile_subgraph",
+            ),
+        )
+    )
+
+
 def graph_digest(policy: Policy, device: Device) -> str:
     """Hash of everything of ours that changes generated code, for the keys of the compile caches."""
     parts = (
@@ -173,6 +196,7 @@ def graph_digest(policy: Policy, device: Device) -> str:
         device.type,
         passes_digest(passes.PIPELINE),
         overrides.digest(policy.disable_overrides, policy.overrides),
+        sorted(compiler_identities(policy, device).items()),
     )
     return f"omnicomp-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
 
@@ -183,6 +207,8 @@ def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
     parts["code found to be wrong"] = ("", wrong_code())
     for name, value in policy.digest_parts().items():
         parts[f"option {name}"] = (repr(value), repr(value))
+    for name, (version, digest) in compiler_identities(policy, device).items():
+        parts[f"compiler {name}"] = (version, digest)
     for item in passes.PIPELINE:
         parts[f"pass {item.name}"] = ("", passes_digest((item,)))
     for item in overrides.enabled(policy.disable_overrides, policy.overrides):

@@ -83,6 +83,7 @@ class _Builder:
         self._prober = Prober(self._try, context.policy.max_builds)
         self._failures = PartFailures(module, context)
         self._tunes = True
+        self._gave_up = False  # a compiler other than Inductor
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
 
     def build(self, plain: GraphModule) -> Any:
@@ -160,7 +161,7 @@ class _Builder:
             repeatable=obstacle(plain) is None,
         )
         result.install(wrapped.first, wrapped.later)
-        return result.compiled if self._tunes else not_kept(result.compiled)
+        return not_kept(result.compiled) if self._failed else result.compiled
 
     def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str) -> Verifier | None:
         """The verifier of an executable, if one is asked for; first calls on engines are always verified."""
@@ -234,7 +235,7 @@ class _Builder:
 
     def _refuse(self, run: Run, error: Exception) -> Plan:
         """Take from another compiler the nodes that it fails on; the whole run, if it compiles nothing at all."""
-        name = run.lowering
+        name, self._gave_up = run.lowering, True
         prober = Prober(lambda nodes: self._try(nodes, lowering(name)), self._context.policy.max_builds)
         nothing = isinstance(error, NotImplementedError)
         verdict = None if nothing else find_failing(run.nodes, error, prober, run.nodes)
@@ -268,6 +269,11 @@ class _Builder:
     def _record_retreat(self, source: str, target: str, reason: Reason) -> None:
         context = self._context
         record_step_down(context.timeline, context.where(context.part_id), source, target, reason, attempts=False)
+
+    @property
+    def _failed(self) -> bool:
+        """Whether a compiler failed on some of the part, so that another process may build it otherwise."""
+        return bool(self._cut or self._boundaries or self._gave_up) or not self._tunes
 
     def _try(self, nodes: Sequence[Node], builder: Lowering = MAIN) -> Exception | None:
         try:
@@ -321,8 +327,7 @@ class _Builder:
         code = stitching(self._module, pieces)
         call = code.bind([each.first for each in wrapped], [each.later for each in wrapped])
         built = [(extract(self._module, run.nodes), *result) for run, result in zip(plan.runs, results, strict=True)]
-        failed = bool(self._cut or self._boundaries or not self._tunes)
-        keep(call, code, built, record, self._inputs, self._context, failed=failed)
+        keep(call, code, built, record, self._inputs, self._context, failed=self._failed)
         return call
 
     def _tuning(self) -> contextlib.AbstractContextManager[Any]:

@@ -34,7 +34,7 @@ __all__ = ["keep", "restoring"]
 
 # What these lowerings call is the generated code of the graph.
 _AS_TEXT: Final = ("eager", "override")
-_FAILED: Final = "it is cut where Inductor failed, which is looked up or found out in each process"
+_FAILED: Final = "a compiler failed on some of it, which is looked up or found out in each process"
 
 
 def keep(
@@ -56,7 +56,7 @@ def keep(
         record: of its decisions.
         inputs: fake tensors and symbolic sizes of the part.
         context: where it belongs.
-        failed: whether Inductor failed to build some of it, so that another process may place it otherwise.
+        failed: whether a compiler failed on some of it, so that another process may place it otherwise.
     """
     if not cache_entry.is_asked_for():
         return

@@ -114,6 +114,14 @@ class Device(abc.ABC):
             "or write Device.compile_subgraph"
         )
 
+    def compiler_version(self) -> str:
+        """Version of what `compile_subgraph` compiles with, for the keys of the compile caches.
+
+        The sources of the device's class and of its package are in the keys anyway; a compiler in another package is
+        to be named here.
+        """
+        return ""
+
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Change a model for the device before it is compiled, for example its layout of weights.
 

@@ -66,6 +66,10 @@ class NpuDevice(Device):
 
         return call
 
+    def compiler_version(self) -> str:
+        """The version of torch_npu, which torchair comes with."""
+        return str(getattr(sys.modules.get("torch_npu"), "__version__", ""))
+
     def _load(self) -> str:
         """Import torch_npu, which registers the device type with torch; returns the missing package."""
         if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:

@@ -59,7 +59,7 @@ def _lowerings(name: str, value: Any) -> Any:
 
 def _placeable() -> tuple[str, ...]:
     """What a list of lowerings may contain."""
-    return (*LOWERINGS, *engine_names())
+    return (*LOWERINGS, "device", *engine_names())
 
 
 def _device(name: str, value: Any) -> str:
@@ -99,7 +99,8 @@ class Policy:
         LOWERINGS,
         _lowerings,
         "the lowerings to ask for each operator, in order; eager is asked last even if it is not named. A device "
-        "with a compiler of its own has it (`device`) in front of `inductor`. Names of engines may stand among them. "
+        "with a compiler of its own has it (`device`) in front of `inductor`, unless it is named elsewhere. Names of "
+        "engines may stand among them. "
         'A mapping gives other orders to operators, modules, nodes or subgraphs: `{"aten.topk": "eager", '
         '"layers.3.mlp": ["override", "eager"]}`; the last match decides, and `"*"` is the default for what comes '
         'after it. `"measure"` tries each way of compiling an inference graph on its first inputs, and keeps the '

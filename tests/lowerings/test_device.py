@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from omnicomp.analysis.nodes import op_name
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.lowerings import in_order
-from omnicomp.timeline import Placement, Ran, Retreat, current
+from omnicomp.timeline import Option, Placement, Ran, Retreat, current
 
 BUILT: list[list[str]] = []
 REFUSED: set[str] = set()
@@ -140,3 +140,16 @@ def test_raise_is_obeyed() -> None:
     REFUSED.add("aten.exp.default")
     with pytest.raises(Exception, match=r"no kernel for aten\.exp"):
         step(torch.compile(program, backend="omni", options={"on_error": "raise"}))
+
+
+def test_the_order_may_name_it() -> None:
+    check(lowerings=["device", "eager"])
+    assert len(BUILT) == 2
+
+
+def test_a_device_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "lowerings", ("override", "inductor", "eager"))
+    check(lowerings=["device", "eager"])
+    (option,) = (event for event in of(Option) if event.key == "lowerings")
+    assert (option.effective, option.reason.sentence) == ("eager", "cpu has no compiler of its own")
+    assert {event.lowering for event in of(Ran)} == {"eager"}

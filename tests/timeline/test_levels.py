@@ -29,3 +29,25 @@ def test_the_last_word_on_a_level_stands() -> None:
     (entry,) = backend_timeline(events)
     assert [item["ok"] for item in entry["attempts"]] == [False, False, False]
     assert entry["attempts"][1]["reason"] == "not tried"
+
+
+def test_each_compiler_is_an_attempt_to_compile() -> None:
+    events = [
+        attempt("override", False),
+        attempt("device", False, reason=FAILED),
+        attempt("toy", False, reason=Reason(code="engine_missing", sentence="it is not installed")),
+        attempt("eager", True, selected=True),
+    ]
+    (entry,) = backend_timeline(events)
+    levels = [(item["level"], item["selected"], item["reason"]) for item in entry["attempts"]]
+    assert levels == [
+        ("compile", False, "it does not build; it is not installed"),
+        ("kernel_override", False, None),
+        ("eager", True, None),
+    ]
+
+
+def test_a_compiler_that_failed_before_one_that_built() -> None:
+    (entry,) = backend_timeline([attempt("device", False, reason=FAILED), attempt("inductor", True, selected=True)])
+    assert [item["selected"] for item in entry["attempts"]] == [True, False, False]
+    assert entry["attempts"][0] == {"level": "compile", "ok": True, "selected": True, "reason": None}

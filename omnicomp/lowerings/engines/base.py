@@ -136,7 +136,7 @@ class Engine(abc.ABC):
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Whether the engine takes a node, before anything is built: None, or why not."""
-        missing = self._missing()
+        missing = self.absence()
         if missing:
             return self._reason("engine_missing", missing, lever=missing)
         clustering = self.clustering_for(context)
@@ -172,7 +172,8 @@ class Engine(abc.ABC):
         values = context.policy.engines.get(self.name)
         return self.clustering.changed(self.name, values) if values else self.clustering
 
-    def _missing(self) -> str:
+    def absence(self) -> str:
+        """What `missing` says, or that it raised."""
         try:
             return self.missing()
         except Exception as error:  # noqa: BLE001 - someone else's code; becomes the reason
