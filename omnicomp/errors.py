@@ -24,6 +24,7 @@ __all__ = [
     "PassError",
     "ReportError",
     "TimelineError",
+    "add_note",
     "first_line",
     "harmless",
     "nearest",
@@ -102,6 +103,15 @@ def first_line(error: BaseException) -> str:
     text = lines[0] if lines else "no message"
     name = type(inner).__name__
     return (text if text.startswith(name) else f"{name}: {text}")[:300]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line that is printed below an error; before Python 3.11, which has no notes, it is logged as well."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+        log.error("%s: %s", first_line(error), note)
 
 
 class harmless:

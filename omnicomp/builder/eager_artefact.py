@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.graph_text import from_source, to_source
+from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.costs import hint_of_text, size_of
 from omnicomp.analysis.layouts import Layout
 from omnicomp.errors import first_line
@@ -43,6 +44,7 @@ def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
     head: dict[str, Any] = {
         "inputs": [str(node.target) for node in module.graph.find_nodes(op="placeholder")],
         "bytes": str(size_of(inputs)[0]),
+        "operators": user_operators(module),
     }
     if reason is None:
         try:
@@ -135,6 +137,7 @@ def guard_call(
         context=context,
         subgraph=f"{context.part_id}.{piece or 0}",
         lowering=lowering,
+        operators=tuple(head["operators"]),
         keep_inputs=(piece is None and context.part != "backward") or 0 <= size <= HELD_BYTES,
     )
 

@@ -15,6 +15,7 @@ from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.autotuning import failure_of_autotuning, not_kept, without_autotuning
+from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
@@ -205,6 +206,7 @@ class _Builder:
             overwritten=result.overwritten & set(names),
             obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module, context.part),
             draws=drawing_devices(module),
+            operators=user_operators(module),
             context=context,
             subgraph=subgraph,
             lowering=result.lowering,

@@ -1,9 +1,11 @@
 """The guard: an executable that raises in a call is replaced by eager, for that call and later ones, if that is safe.
 
-A call may be repeated only if the failed one had no effect: it must not have written to an input, nor taken part in a
-collective. Whether the graph does so is known before the first call. Random numbers may be drawn again once the
-generators are restored, unless other code derives the same numbers from a seed, which eager does not use. Inputs that
-generated code has freed are lost, too; those that it still holds are read from the frames of the error.
+An error that the program's own code raised, such as an operator of the user's, is the program's: it is raised as it is,
+and nothing runs again. Else a call may be repeated only if the failed one had no effect: it must not have called such
+an operator, nor written to an input, nor taken part in a collective. Whether the graph does so is known before the
+first call. Random numbers may be drawn again once the generators are restored, unless other code derives the same
+numbers from a seed, which eager does not use. Inputs that generated code has freed are lost, too; those that it still
+holds are read from the frames of the error.
 """
 
 import dataclasses
@@ -19,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.dynamo.forward_mode import carries_tangents
 from omnicomp._torch.inductor.compile_fx import live_inputs
+from omnicomp._torch.user_code import has_begun, has_effects, raised_by
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.analysis.random_state import SEEDED, SEEDS, GeneratorStates, default_generators, draws_at_random
-from omnicomp.errors import first_line, harmless
+from omnicomp.errors import add_note, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.timeline import Reason
 from omnicomp.timeline.step_down import record_step_down
@@ -123,15 +126,12 @@ def draws_random_numbers(module: GraphModule) -> Node | None:
     return next((node for node in nodes if _effect(node) == _DRAWS), None)
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _effect(node: Node) -> str:
     name = op_name(node)
     if name.startswith(_COLLECTIVES):
         return "takes part in a collective"
+    if has_effects(node):
+        return "has effects beside its results"
     schema = getattr(node.target, "_schema", None)
     if draws_at_random(node):
         return _DRAWS
@@ -154,6 +154,7 @@ class Guard:
         subgraph: its id.
         lowering: its lowering.
         draws: devices whose generators are put back before a call is repeated; their states are read at each call.
+        operators: the program's own operators that it calls, which must not run twice.
         keep_inputs: whether to hold the inputs during a call. Whoever calls a forward graph holds them anyway; a
             backward frees values saved for it while it runs, and must go on doing so if they are large.
     """
@@ -168,6 +169,7 @@ class Guard:
     obstacle: Reason | None = None
     keep_inputs: bool = True
     draws: tuple[torch.device, ...] = ()
+    operators: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -241,12 +243,14 @@ class Guard:
     def _step_down(
         self, error: Exception, inputs: Sequence[Any], states: GeneratorStates | None = None
     ) -> Sequence[Any]:
-        if isinstance(error, torch.AcceleratorError) or any(sign in str(error) for sign in _DEVICE_LOST):
+        if raised_by(error):
             raise error
-        values = None if self.obstacle else self._intact(error, inputs)
+        values, sentence = None, self._obstacle(error)
+        if not sentence:
+            values = self._intact(error, inputs)
+            sentence = "some of its inputs were freed or overwritten in the call"
         if values is None:
-            sentence = str(self.obstacle or "some of its inputs were freed or overwritten in the call")
-            _add_note(error, f"omnicomp: {self.subgraph} on {self.lowering} raised; nothing else was tried: {sentence}")
+            add_note(error, f"omnicomp: {self._name} raised; nothing else was tried: {sentence}")
             raise error
         no_memory = _is_out_of_memory(error)
         if no_memory:
@@ -256,15 +260,21 @@ class Guard:
                 states.restore()
             try:
                 return self._retry(error, list(values))
-            except Exception as second:  # noqa: BLE001 - the next level is asked
+            except Exception as second:
                 second.__cause__ = error
                 error = second
+                if raised_by(error):
+                    raise
+                sentence = self._obstacle(error)
+                if sentence:
+                    add_note(error, f"omnicomp: {self._name} raised twice; nothing else was tried: {sentence}")
+                    raise
                 if _is_out_of_memory(error):
                     _free(error)
         try:
             built = self._build()
         except Exception as second:
-            _add_note(error, f"omnicomp: {self.subgraph} on {self.lowering} raised, and eager could not be built")
+            add_note(error, f"omnicomp: {self._name} raised, and eager could not be built")
             raise error from second
         if states is not None:
             states.restore()
@@ -272,6 +282,9 @@ class Guard:
             outputs = built.call(list(values))
         except Exception as second:
             # The next level raises as well: that is the program's own error, and the executable is kept.
+            if no_memory:
+                tried = "memory was freed, and it was called once more, and then in eager"
+                add_note(second, f"omnicomp: {self._name} ran out of memory; {tried}")
             raise second from error
         with self._lock:
             first, self.call, self.stepped_down = not self.stepped_down, built.call, True
@@ -279,6 +292,18 @@ class Guard:
             with harmless("why a call raised"):
                 self._record(built.lowering, self._reason(error, "a call raised"), ran=built)
         return outputs
+
+    @property
+    def _name(self) -> str:
+        return f"{self.subgraph} on {self.lowering}"
+
+    def _obstacle(self, error: Exception) -> str:
+        """Why a call that raised this must not be repeated; empty if it may be."""
+        if isinstance(error, torch.AcceleratorError) or any(sign in str(error) for sign in _DEVICE_LOST):
+            return "the device is lost to this process"
+        if self.obstacle is None and has_begun(error, self.operators):
+            return f"it may have called {', '.join(self.operators)} of the program, which would run twice"
+        return str(self.obstacle or "")
 
     def _intact(self, error: Exception, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """The inputs as they were before the call, or None."""

@@ -30,8 +30,9 @@ PARTS = pytest.mark.parametrize("part", ["forward", "backward"])
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing raises afterwards, and no override is left."""
+    fragile.a_compilers(monkeypatch)
     before = {item.name for item in registered()}
     trust.forget()
     with without_caches():

@@ -33,8 +33,9 @@ COMPILED = {
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing raises afterwards."""
+    fragile.a_compilers(monkeypatch)
     with without_caches():
         yield
     fragile.schedule.set("", "")

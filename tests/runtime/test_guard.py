@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fragile
 import pytest
 import torch
 from torch import Tensor
@@ -277,7 +278,8 @@ def reuses(x: Tensor) -> Tensor:
 
 
 @pytest.mark.inductor
-def test_forward_and_backward_step_down_in_a_call() -> None:
+def test_forward_and_backward_step_down_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    fragile.a_compilers(monkeypatch)
     failures.update(forward=1, backward=1)
     x = torch.randn(5, requires_grad=True)
     with torch.compiler.config.patch(force_disable_caches=True):
@@ -297,7 +299,8 @@ def test_forward_and_backward_step_down_in_a_call() -> None:
 
 
 @pytest.mark.inductor
-def test_a_backward_that_wrote_to_what_was_saved_is_not_repeated() -> None:
+def test_a_backward_that_wrote_to_what_was_saved_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fragile.a_compilers(monkeypatch)
     failures.update(forward=0, backward=1)
     x = torch.randn(5, requires_grad=True)
     with torch.compiler.config.patch(force_disable_caches=True):
@@ -308,7 +311,9 @@ def test_a_backward_that_wrote_to_what_was_saved_is_not_repeated() -> None:
 
 
 @pytest.mark.inductor
-def test_an_input_that_is_written_to_forbids_it() -> None:
+def test_an_input_that_is_written_to_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fragile.a_compilers(monkeypatch)
+
     def writes(x: Tensor) -> Tensor:
         x.add_(1)
         return program(x)
@@ -322,8 +327,9 @@ def test_an_input_that_is_written_to_forbids_it() -> None:
 
 @pytest.mark.inductor
 @torch.no_grad()
-def test_a_graph_that_draws_random_numbers_retreats_to_the_same_ones() -> None:
+def test_a_graph_that_draws_random_numbers_retreats_to_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With eager's generator, the call that raised and was made again draws what eager draws."""
+    fragile.a_compilers(monkeypatch)
 
     def noisy(x: Tensor) -> Tensor:
         return program(x + torch.rand_like(x))

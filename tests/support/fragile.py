@@ -4,10 +4,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-__all__ = ["Fragile", "fragile", "program", "schedule"]
+from omnicomp._torch import user_code
+
+__all__ = ["Fragile", "a_compilers", "fragile", "program", "schedule", "step"]
 
 MESSAGE = "planted failure of a call"
 
@@ -50,6 +53,11 @@ def _from_generated_code() -> bool:
 
 
 schedule = Fragile()
+
+
+def a_compilers(monkeypatch: pytest.MonkeyPatch, namespace: str = "omnicomp_tests") -> None:
+    """Let the operators of a namespace stand for kernels that omni chose; else they are the program's own."""
+    monkeypatch.setattr(user_code, "OURS", user_code.OURS | {namespace})
 
 
 @torch.library.custom_op("omnicomp_tests::fragile", mutates_args=())

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.dynamo.late_compile import is_fake, is_subclass, is_tracing
 from omnicomp._torch.fx import copy_module
+from omnicomp._torch.user_code import user_operators
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.select import results
 from omnicomp.backend.select.candidates import Option, by_rule, options
@@ -40,7 +41,7 @@ def choose(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Capt
     weights = bool(weights_of(gm, inputs))
     chosen = by_rule(gm, graph, weights=weights)
     if graph.policy.choose == "measure":
-        obstacle = _obstacle(inputs, graph)
+        obstacle = _obstacle(gm, inputs, graph)
         if obstacle:
             _record_by_rule(graph, chosen, obstacle)
         else:
@@ -48,12 +49,15 @@ def choose(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Capt
     return chosen.graph(graph)
 
 
-def _obstacle(inputs: Sequence[Any], graph: CapturedGraph) -> str:
+def _obstacle(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> str:
     """Why a graph can't be measured; empty if it can."""
     if graph.training:
         return "a training step can't be tried: its backward is compiled later, and weights change"
     if not is_tracing():
         return "it is compiled outside of Dynamo"
+    operators = user_operators(gm)
+    if operators:
+        return f"it calls {', '.join(operators)} of the program, which may have effects"
     for value in inputs:
         if is_subclass(value):
             return "an input is a tensor that wraps others"

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from omnicomp._torch.autograd.run_in_precision import CannotWiden, InPrecision, on_real_tensors
 from omnicomp._torch.dynamo.late_compile import hinted, is_fake, is_subclass
 from omnicomp._torch.fx import copy_module
+from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.accuracy import PRECISIONS, relative_error
 from omnicomp.analysis.nodes import submodules
 from omnicomp.analysis.random_state import GeneratorStates, generator_states
@@ -74,6 +75,9 @@ class Runs:
             TrialError: there are no real inputs, or a run could have effects.
         """
         self.count = 0
+        operators = user_operators(root)
+        if operators:
+            raise TrialError(f"it calls {', '.join(operators)} of the program, which may have effects")
         self._inputs = _real_inputs(bound, context, root)
         self._root = root
         self._dtype = PRECISIONS[bound.reference]

@@ -1,0 +1,122 @@
+"""The program's own code inside a compiled graph: its operators, and whether it raised an error.
+
+Generated code calls operators of the program, and with them whatever Python is behind them; a dispatch mode or a tensor
+subclass is called by torch's operators. An error of theirs belongs to the program. All else in a call was chosen by a
+compiler: generated code, torch's operators, kernels of overrides.
+"""
+
+import linecache
+import sys
+import traceback
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.fx import all_nodes
+
+__all__ = ["OURS", "has_begun", "has_effects", "raised_by", "user_operators"]
+
+OURS: Final = frozenset({"omnicomp", "omnicomp_override"})
+"""Namespaces of the operators that stand for kernels that omnicomp chose."""
+
+_TORCHS: Final = frozenset(
+    "aten prim prims debugprims rngprims inductor inductor_prims higher_order profiler export streams static_runtime "
+    "quantized _quantized quantized_decomposed quantization sparse mkl mkldnn mkldnn_prepacked onednn xnnpack onnx "
+    "onnx_symbolic flex_lib _native debug_mode_ops fsdp c10d _c10d_functional _c10d_functional_autograd "
+    "c10d_functional _dtensor symm_mem".split()
+)
+# Libraries that Inductor's code calls beside operators.
+_COMPILERS: Final = frozenset({"torch", "omnicomp", "triton", "cutlass", "cutlass_cppgen", "helion", "halide", "jax"})
+_CALLS: Final = {getattr(OpOverload, name).__code__ for name in ("__call__", "redispatch") if hasattr(OpOverload, name)}
+_GENERATED: Final = "torch._inductor.runtime.compile_tasks."
+
+
+def user_operators(module: GraphModule) -> tuple[str, ...]:
+    """Names of the operators of a graph that are neither torch's nor omnicomp's, such as `mylib.validate`.
+
+    What they do beside returning a result is unknown, whatever their schemas say.
+    """
+    targets = (
+        leaf
+        for node in all_nodes(module)
+        if node.op == "call_function"
+        for leaf in tree_leaves((node.target, node.args, node.kwargs))
+    )
+    names = (
+        str(leaf) if isinstance(leaf, OpOverloadPacket) else str(leaf).rpartition(".")[0]
+        for leaf in targets
+        if isinstance(leaf, (OpOverload, OpOverloadPacket)) and _is_users(leaf)
+    )
+    return tuple(dict.fromkeys(names))
+
+
+def has_effects(node: Node) -> bool:
+    """Whether a node of a post-autograd graph does something that the program sees, such as printing.
+
+    Operators of torch's that raise errors are among those that torch orders by their effects, and have none.
+    """
+    operator: Any = node.target
+    if isinstance(operator, HigherOrderOperator) and operator.name() == "with_effects":
+        operator = node.args[1]
+    if isinstance(operator, HigherOrderOperator):
+        return operator.name() in ("print", "call_torchbind", "invoke_leaf_function")
+    return operator is torch.ops.aten._print.default
+
+
+def raised_by(error: BaseException) -> str:
+    """What of the program raised an error in a call of an executable: an operator, or `file:line`; else empty.
+
+    The traceback is read from the executable on. The first operator decides that is not torch's. In Python without
+    such an operator, it is the first frame behind generated code that belongs to no compiler.
+    """
+    generated = False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        operator = frame.f_locals.get("self") if frame.f_code in _CALLS else None
+        if isinstance(operator, OpOverload):
+            if str(operator).partition(".")[0] in OURS:
+                return ""
+            if _is_users(operator):
+                return str(operator)
+        elif generated and _is_python_of_user(frame):
+            return f"{frame.f_code.co_filename}:{line}"
+        generated = generated or _is_generated(frame)
+    return ""
+
+
+def has_begun(error: BaseException, operators: tuple[str, ...]) -> bool:
+    """Whether some of the program's operators may have been called before generated code raised.
+
+    Args:
+        error: what was raised.
+        operators: the operators that the code calls, as `user_operators` names them.
+    """
+    if not operators:
+        return False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _is_generated(frame):
+            lines = linecache.getlines(frame.f_code.co_filename)[:line]
+            calls = [f"torch.ops.{name}" for name in operators]
+            return not lines or any(call in text for call in calls for text in lines if text.lstrip()[:1] != "#")
+    return True  # it was raised in C++
+
+
+def _is_users(operator: OpOverload | OpOverloadPacket) -> bool:
+    namespace = str(operator).partition(".")[0]
+    return namespace not in _TORCHS and namespace not in OURS
+
+
+def _is_generated(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith(_GENERATED) or frame.f_code.co_filename.startswith("<eval_with_key>")
+
+
+def _is_python_of_user(frame: FrameType) -> bool:
+    module: Any = frame.f_globals.get("__name__")
+    if not isinstance(module, str):  # generated by torch
+        return False
+    root = module.partition(".")[0]
+    return root == "__main__" or (root not in _COMPILERS and root not in sys.stdlib_module_names)
