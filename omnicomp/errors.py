@@ -6,8 +6,10 @@ frames.
 """
 
 import difflib
-import logging
 from collections.abc import Callable, Iterable
+
+from omnicomp.escapes import printable
+from omnicomp.privacy import cleaner, logger
 
 __all__ = [
     "AcknowledgeError",
@@ -30,7 +32,8 @@ __all__ = [
     "nearest",
 ]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
+_READ = 2**16
 
 
 class OmnicompError(Exception):
@@ -97,11 +100,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error that says something, with its type, at most 300 characters."""
+    """The first line of an error that says something, with its type, at most 300 characters.
+
+    Secrets in it are hidden, and control characters replaced; an error that can't be shown costs its text alone.
+    """
     inner: BaseException = getattr(error, "inner_exception", error)
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    text = lines[0] if lines else "no message"
     name = type(inner).__name__
+    try:
+        said = str(inner)[:_READ]
+    except Exception as failure:  # noqa: BLE001 - the user's own class may raise anything
+        said = f"its message can't be shown: {type(failure).__name__}"
+    lines = [line.strip() for line in printable(cleaner().secrets(said)).splitlines() if line.strip()]
+    text = lines[0] if lines else "no message"
     return (text if text.startswith(name) else f"{name}: {text}")[:300]
 
 

@@ -1,22 +1,37 @@
 """Small files that processes share: known failures, measured speeds, verified overrides, components of cache keys.
 
 `JsonStore` has one JSON file a key. A file that is missing, damaged, unreadable or of another schema is a miss.
+
+What is in a cache folder decides what code runs. So files are made for this user alone, whole and never through a link,
+and what another user owns or may write to is not read (docs/security.md). Secrets are removed from what is stored.
 """
 
 import contextlib
 import json
 import logging
 import os
-import threading
+import stat
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from omnicomp._torch.inductor.compile_fx import cache_dir
+from omnicomp import privacy
+from omnicomp.privacy import logger
 
-__all__ = ["JsonStore", "folder", "oldest_first", "prune", "write_whole"]
+__all__ = [
+    "JsonStore",
+    "append",
+    "check_trusted",
+    "folder",
+    "make_folder",
+    "oldest_first",
+    "prune",
+    "read_trusted",
+    "write_whole",
+]
 
-log = logging.getLogger("omnicomp.store")
+log = logger("omnicomp.store")
 T = TypeVar("T")
 _FILES: Final = 512
 
@@ -24,7 +39,11 @@ _FILES: Final = 512
 def folder() -> Path:
     """Where it is kept: `OMNICOMP_CACHE_DIR`, or `omnicomp` in Inductor's cache folder."""
     own = os.environ.get("OMNICOMP_CACHE_DIR")
-    return Path(own).expanduser() if own else Path(cache_dir()) / "omnicomp"
+    if own:
+        return Path(own).expanduser()
+    from omnicomp._torch.inductor.compile_fx import cache_dir  # a timeline is written and read without torch
+
+    return Path(cache_dir()) / "omnicomp"
 
 
 class _OtherVersionError(Exception):
@@ -92,7 +111,8 @@ class JsonStore(Generic[T]):
 
     def write(self, key: str, value: T) -> str:
         """Store a value; returns why that failed, or an empty text."""
-        text = json.dumps({"schema": self._schema, "key": key, "value": self._dump(value)}, sort_keys=True)
+        kept = privacy.refresh().secrets_in(self._dump(value))
+        text = json.dumps({"schema": self._schema, "key": key, "value": kept}, sort_keys=True)
         if len(text) > self._size:
             return self._failed(f"{self.path(key)} is not written: its {len(text)} characters are too many")
         try:
@@ -116,7 +136,7 @@ class JsonStore(Generic[T]):
         self.path(key).unlink(missing_ok=True)
 
     def _value(self, path: Path, key: str) -> T:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_trusted(path))
         if data.get("schema") != self._schema:
             raise _OtherVersionError("is of another version")
         if data["key"] != key:
@@ -130,24 +150,85 @@ class JsonStore(Generic[T]):
         return sentence
 
 
-def write_whole(path: Path, data: str | bytes, files: int | None = _FILES) -> None:
-    """Write a file so that a reader sees all of it or what was there before, and keep at most `files` such.
+def make_folder(path: Path) -> None:
+    """Make a folder with those above it that are missing, for this user alone.
 
-    Those of the same folder and suffix that were not used for the longest time are removed; none with None.
+    Raises:
+        OSError: it can't be made, or something else is there.
+    """
+    if not path.is_dir():
+        if path.parent != path:
+            make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_trusted(state: os.stat_result, path: Path, *, group: bool = True) -> None:
+    """Refuse what another user may have written: only files and folders of this user and of root are trusted.
+
+    Args:
+        state: of the file or the folder.
+        path: of it.
+        group: whether to refuse what its group may write to, too, and not only what everybody may.
+
+    Raises:
+        PermissionError: someone else owns it, or may write to it.
+    """
+    if not hasattr(os, "geteuid"):  # Windows
+        return
+    if state.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to another user (uid {state.st_uid}) and is not trusted")
+    sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
+    if state.st_mode & (0o022 if group else 0o002) and not sticky:
+        raise PermissionError(f"other users may write to {path} (mode {state.st_mode & 0o777:o}): it is not trusted")
+
+
+def read_trusted(path: Path) -> bytes:
+    """The contents of a regular file that only this user, or root, can have written.
+
+    Raises:
+        PermissionError: it is not trusted.
+        OSError: it can't be read, is a link, or is no regular file.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags), "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(f"{path} is no regular file")
+        check_trusted(state, path)
+        return file.read()
+
+
+def append(path: Path, text: str) -> None:
+    """Append to a file of this user alone, never through a link.
 
     Raises:
         OSError: it can't be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    make_folder(path.parent)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with open(os.open(path, flags, 0o600), "ab") as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def write_whole(path: Path, data: str | bytes, files: int | None = _FILES) -> None:
+    """Write a file of this user alone so that a reader sees all of it or what was there before.
+
+    At most `files` of the same folder and suffix are kept; those that were not used for the longest time are removed,
+    none with None.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    make_folder(path.parent)
+    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    descriptor, made = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=path.parent)  # of a name that was free
     try:
-        if isinstance(data, str):
-            made.write_text(data, encoding="utf-8")
-        else:
-            made.write_bytes(data)
+        with open(descriptor, "wb") as file:
+            file.write(content)
         os.replace(made, path)
     finally:
-        made.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(made)
     if files is not None:
         prune(path.parent, path.suffix, files)
 

@@ -3,11 +3,12 @@
 import json
 import logging
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from omnicomp.store import JsonStore, folder, prune
+from omnicomp.store import JsonStore, append, folder, prune, read_trusted, write_whole
 
 
 def numbers(**more: int) -> JsonStore[int]:
@@ -100,3 +101,60 @@ def test_files_that_another_process_removes_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
     prune(tmp_path, ".json", 2)
     assert not os.path.lexists(tmp_path / "gone.json")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_files_and_folders_are_for_this_user_alone(place: Path) -> None:
+    write_whole(place / "a" / "b" / "c.json", "{}")
+    append(place / "d" / "wrong", "x")
+    assert [mode(place / name) for name in ("a", "a/b", "a/b/c.json", "d", "d/wrong")] == [
+        *(0o700, 0o700, 0o600),
+        *(0o700, 0o600),
+    ]
+
+
+def test_nothing_is_written_or_read_through_a_link(place: Path) -> None:
+    precious = place / "precious"
+    precious.write_text("precious")
+    for name in ("whole", "appended"):
+        (place / name).symlink_to(precious)
+    write_whole(place / "whole", "new")
+    assert not (place / "whole").is_symlink()
+    with pytest.raises(OSError, match="symbolic links"):
+        append(place / "appended", "more")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_trusted(place / "appended")
+    assert precious.read_text() == "precious"
+
+
+def test_what_others_may_have_written_is_not_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = numbers()
+    store.write("a", 3)
+    store.path("a").chmod(0o620)
+    assert store.read("a")[0] is None
+    assert "other users may write" in store.read("a")[1]
+    assert store.write("a", 3) == ""
+    assert store.read("a") == (3, "")
+    os.mkfifo(place / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        read_trusted(place / "pipe")
+    if os.getuid() == 0:
+        os.chown(store.path("a"), 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert "another user" in store.read("a")[1]
+
+
+def test_secrets_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "correct-horse-battery")
+    store = JsonStore[dict[str, list[str]]]("texts", dict, dict)
+    store.write("a", {"said": ["401 for correct-horse-battery", "npm_" + "aB3" * 12]})
+    assert store.read("a") == ({"said": ["401 for ***", "***"]}, "")
+
+
+def test_text_that_is_no_unicode_is_written(place: Path) -> None:
+    write_whole(place / "a.py", "# caf\udce9")
+    assert (place / "a.py").read_text() == "# caf\\udce9"

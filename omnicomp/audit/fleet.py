@@ -20,12 +20,12 @@ from omnicomp.audit.fold import with_shares
 from omnicomp.audit.identity import with_identities
 from omnicomp.audit.model import GraphAudit, Report, Shares
 from omnicomp.audit.source import load
-from omnicomp.audit.views.escapes import html_text as e
 from omnicomp.audit.views.rows import cell, percent, plain, plural, summary, table
 from omnicomp.errors import OmnicompError, TimelineError
+from omnicomp.escapes import html_text as e
+from omnicomp.escapes import one_line
 from omnicomp.timeline import Retreat
 from omnicomp.timeline.files import ROTATED
-from omnicomp.timeline.text import one_line
 
 __all__ = [
     "FLEET_SCHEMA",

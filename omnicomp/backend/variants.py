@@ -5,7 +5,6 @@ needs is compiled while Dynamo compiles, the other when a call needs it. What Dy
 """
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -17,11 +16,12 @@ from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
+from omnicomp.privacy import logger
 from omnicomp.timeline import Reason, Speculation, Timeline
 
 __all__ = ["ASSUMED", "GENERAL", "PATIENCE", "Checks", "Memo", "Variant", "Variants", "within_sizes"]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
 
 ASSUMED: Final = "assumed"
 GENERAL: Final = "general"

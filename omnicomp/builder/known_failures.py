@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
 from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.lowerings import MAIN, LoweringContext
-from omnicomp.store import JsonStore, folder
+from omnicomp.store import JsonStore, append, folder, read_trusted
 from omnicomp.timeline import Cache, Reason
 
 __all__ = ["CACHE", "STORE", "Entry", "PartVerdicts", "entries", "forget", "wrong_code"]
@@ -221,10 +221,9 @@ def _mark_wrong(key: str) -> str:
     """Change `wrong_code`; returns why that failed, or an empty text."""
     path = folder() / "wrong"
     try:
-        if key not in (path.read_text(encoding="utf-8") if path.exists() else ""):
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"{key}\n")
-    except OSError as error:
+        if key not in (read_trusted(path).decode() if path.exists() else ""):
+            append(path, f"{key}\n")
+    except (OSError, UnicodeError) as error:
         return f"{path} can't be written: {error}"
     return ""
 
@@ -235,10 +234,10 @@ def wrong_code() -> str:
     The caches hold the wrong code, and a part that AOTAutograd's cache restores would not be placed again.
     """
     try:
-        text = (folder() / "wrong").read_text(encoding="utf-8")
-    except (OSError, UnicodeError):
+        found = read_trusted(folder() / "wrong")
+    except OSError:
         return ""  # nothing was found, or nothing can be known
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(found).hexdigest()[:16]
 
 
 def entries() -> list[tuple[Path, Entry | str]]:

@@ -113,7 +113,7 @@ def write_script(module: GraphModule, inputs: Sequence[Any], error: str, *, valu
     title = f"Inductor {what} {', '.join(sorted(set(names)))}: {error}"
     text = repro_script.script_of(module, inputs, title, values=values)
     name = re.sub(r"\W+", "_", names[-1]) if names else "graph"
-    path = folder() / FOLDER / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    path = folder() / FOLDER / f"{name}_{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:12]}.py"
     if not path.exists():
         write_whole(path, text)
     return path

@@ -13,6 +13,8 @@ from typer.core import TyperCommand
 
 from omnicomp.audit.views import VIEWS
 from omnicomp.errors import OmnicompError
+from omnicomp.escapes import one_line
+from omnicomp.privacy import cleaner
 
 __all__ = ["app", "main"]
 
@@ -30,7 +32,7 @@ def main() -> None:
     try:
         app(prog_name="omnicomp")
     except OmnicompError as error:
-        print(f"omnicomp: error: {error}", file=sys.stderr)
+        print(f"omnicomp: error: {one_line(cleaner().text(str(error)))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -20,9 +20,11 @@ from omnicomp.builder.on_failure import write_script
 from omnicomp.builder.partition import extract, gather_getitems
 from omnicomp.devices import primary_device
 from omnicomp.errors import LoweringError, OmnicompError, first_line
+from omnicomp.escapes import one_line
 from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.options.policy import Policy
+from omnicomp.privacy import cleaner
 from omnicomp.runtime.verify import Verifier
 from omnicomp.store import folder
 from omnicomp.timeline import Timeline
@@ -40,7 +42,7 @@ def list_known() -> str:
         return f"Nothing is known to fail: no verdict in {folder()}.\n"
     lines = [f"Known to fail, in {folder()}:"]
     for path, entry in found:
-        lines += _lines(path, entry)
+        lines += [one_line(cleaner().secrets(line)) for line in _lines(path, entry)]
     lines.append("omnicomp bisect SCRIPT repeats one; omnicomp bisect --forget [SCRIPT] forgets them, or that one.")
     return "\n".join(lines) + "\n"
 

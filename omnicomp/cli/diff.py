@@ -7,7 +7,7 @@ from typing import Final
 from omnicomp.audit import AuditDiff, diff
 from omnicomp.cli.output import emit, pick
 from omnicomp.errors import OmnicompError
-from omnicomp.timeline.text import one_line
+from omnicomp.escapes import one_line
 
 __all__ = ["FORMATS", "run_diff"]
 

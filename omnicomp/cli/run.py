@@ -19,8 +19,8 @@ from omnicomp.cli import redirect
 from omnicomp.cli.output import check_writable, format_of, write
 from omnicomp.cli.redirect import Redirected, redirected
 from omnicomp.errors import OmnicompError, OptionError
+from omnicomp.escapes import one_line
 from omnicomp.timeline import JsonLinesSink, current, graph_dump
-from omnicomp.timeline.text import one_line
 
 __all__ = ["Program", "parse_options", "run"]
 

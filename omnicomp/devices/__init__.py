@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import logging
 from collections.abc import Iterable
 from typing import Final
 
@@ -15,6 +14,7 @@ from omnicomp.devices.npu import NpuDevice
 from omnicomp.devices.sim.device import SimDevice
 from omnicomp.devices.xpu import XpuDevice
 from omnicomp.errors import DeviceError, nearest
+from omnicomp.privacy import logger
 
 __all__ = [
     "GROUP",
@@ -27,7 +27,7 @@ __all__ = [
     "resolve_device",
 ]
 
-log = logging.getLogger("omnicomp.devices")
+log = logger("omnicomp.devices")
 
 GROUP: Final = "omnicomp.devices"
 BUILT_IN: Final[tuple[type[Device], ...]] = (CpuDevice, CudaDevice, XpuDevice, MpsDevice, NpuDevice, SimDevice)

@@ -1,7 +1,6 @@
 """The CPU."""
 
 import functools
-import logging
 import os
 import platform
 import resource
@@ -10,10 +9,11 @@ from typing import Final
 import torch
 
 from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device
+from omnicomp.privacy import logger
 
 __all__ = ["CpuDevice", "cpu_flags", "instruction_set"]
 
-log = logging.getLogger("omnicomp.devices")
+log = logger("omnicomp.devices")
 
 
 class CpuDevice(Device):

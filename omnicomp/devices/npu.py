@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +10,11 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp.devices.base import Capabilities, Device
+from omnicomp.privacy import logger
 
 __all__ = ["NpuDevice"]
 
-log = logging.getLogger("omnicomp.devices")
+log = logger("omnicomp.devices")
 
 
 class NpuDevice(Device):

@@ -11,7 +11,6 @@ An entry needs all three. One that lacks something, or is past its date, is told
 import dataclasses
 import datetime
 import importlib
-import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from omnicomp.errors import AcknowledgeError, nearest
-from omnicomp.timeline.text import one_line
+from omnicomp.escapes import one_line
+from omnicomp.privacy import logger
 
 __all__ = ["FILE", "Acknowledged", "Entry", "find", "load", "load_and_tell", "parse", "read"]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
 
 FILE: Final = "pyproject.toml"
 _TABLE: Final = "tool.omnicomp"

@@ -32,7 +32,7 @@ from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, parse_dtype_poli
 from omnicomp.options.engine_names import engine_names
 from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
 from omnicomp.options.placement_rules import Rule, parse_environment, parse_rules
-from omnicomp.timeline.privacy import PATHS, PATHS_VARIABLE
+from omnicomp.privacy import PATHS, PATHS_VARIABLE
 from omnicomp.timeline.sinks.jsonl import LIMIT_VARIABLE, parse_size
 from omnicomp.timeline.text import text_of
 

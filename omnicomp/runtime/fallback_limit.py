@@ -5,7 +5,6 @@ call. The timeline tells what happened, and the report that is made of it is jud
 that the budget, the audit and `omnicomp check` count the same. Nothing here changes what is compiled.
 """
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from omnicomp.lowerings.base import LoweringContext
 from omnicomp.options.acknowledged import load_and_tell
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.options.policy import Policy
+from omnicomp.privacy import logger
 from omnicomp.runtime.fallback_warning import hush
 from omnicomp.timeline import current
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["enforce", "judge_graph", "within_budget"]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
 
 _KEY: Final = "the fallback budget"
 _RAN_EAGER: Final = ("ran", "eager")

@@ -1,20 +1,20 @@
 """The warning that is logged by default: which operators of a compiled graph fell back, and why."""
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from omnicomp.errors import harmless
+from omnicomp.escapes import one_line
 from omnicomp.options.acknowledged import load_and_tell
 from omnicomp.options.policy import Policy
 from omnicomp.options.selectors import selects
+from omnicomp.privacy import logger
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Retreat, current
-from omnicomp.timeline.text import one_line
 
 __all__ = ["hush", "notify"]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
 
 _SHOWN: Final = 3
 _said: set[tuple[str, str]] = set()

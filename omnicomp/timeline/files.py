@@ -3,19 +3,19 @@
 import dataclasses
 import functools
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Final, get_args, get_origin
 
 from omnicomp.errors import TimelineError
+from omnicomp.privacy import logger
 from omnicomp.timeline.events import EVENT_TYPES, SCHEMA_VERSION, Event, NodePlacement
 from omnicomp.timeline.reasons import Reason
 
 __all__ = ["ROTATED", "TimelineReader", "event_from_dict", "read_events", "read_records"]
 
-log = logging.getLogger("omnicomp.timeline")
+log = logger("omnicomp.timeline")
 
 ROTATED: Final = ".1"
 """What follows the name of a file that grew beyond its limit, and that the named one goes on from."""

@@ -19,12 +19,14 @@ from torch.fx import GraphModule
 from omnicomp._torch import structured
 from omnicomp._torch.logs import register
 from omnicomp.errors import harmless
+from omnicomp.privacy import cleaner, logger
+from omnicomp.store import write_whole
 from omnicomp.timeline.recorder import rank
 
 __all__ = ["dump", "dump_placement", "write_to"]
 
 NAME: Final = "omnicomp_graphs"
-log = logging.getLogger(NAME)
+log = logger(NAME)
 register(NAME)
 
 _lock = threading.Lock()
@@ -82,7 +84,7 @@ def _readable(module: GraphModule) -> str:
 
 def _write(graph: str, stage: str, part: str, text: Callable[[], str]) -> None:
     with harmless("a graph as readable code"):
-        code = text().rstrip() + "\n"
+        code = cleaner().text(text()).rstrip() + "\n"
         title = "_".join(filter(None, (stage, part)))
         if log.level != logging.NOTSET:
             log.info("%s after %s\n%s", graph, title, code)
@@ -97,10 +99,9 @@ def _write(graph: str, stage: str, part: str, text: Callable[[], str]) -> None:
 
 
 def _write_files(folder: Path, name: str, code: str, place: tuple[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    write_whole(folder / f"{name}.py", code, files=None)
     before, text = _last.get(place, ("", ""))
     _last[place] = (name, code)
     if before:
         lines = difflib.unified_diff(text.splitlines(True), code.splitlines(True), f"{before}.py", f"{name}.py")
-        (folder / f"{name}.diff").write_text("".join(lines), encoding="utf-8")
+        write_whole(folder / f"{name}.diff", "".join(lines), files=None)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from omnicomp.timeline.text import one_line
+from omnicomp.escapes import one_line
 
 __all__ = ["VARIABLE", "Step", "current_line", "step", "wanted"]
 

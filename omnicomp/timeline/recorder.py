@@ -8,19 +8,18 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-import logging
 import os
 import threading
 import time
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
+from omnicomp.privacy import cleaner, logger
 from omnicomp.timeline.events import Event
-from omnicomp.timeline.privacy import cleaner
 
 __all__ = ["Sink", "Timeline", "current", "drafting", "rank"]
 
-log = logging.getLogger("omnicomp.timeline")
+log = logger("omnicomp.timeline")
 
 
 class Sink(Protocol):

@@ -1,19 +1,9 @@
-"""Names and values as text: without control characters, and the same in every process."""
+"""Names and values as text, the same in every process."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["common_path", "distinct", "one_line", "printable", "text_of"]
-
-
-def printable(text: object) -> str:
-    """Text in which control characters, and those that turn its direction, are replaced; line ends stay."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in str(text))
-
-
-def one_line(text: object) -> str:
-    """The same with blanks for line ends."""
-    return " ".join(printable(text).split("\n"))
+__all__ = ["common_path", "distinct", "text_of"]
 
 
 _DEEPEST: Final = 8

@@ -21,6 +21,8 @@ ORDER = (
     ("store",),
     ("_torch",),
     ("errors",),
+    ("privacy",),
+    ("escapes",),
 )
 LEVEL = {room: level for level, rooms in enumerate(reversed(ORDER)) for room in rooms}
 

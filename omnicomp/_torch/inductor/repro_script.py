@@ -16,6 +16,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from omnicomp._torch.fx import copy_module
+from omnicomp.escapes import one_line
+from omnicomp.privacy import cleaner
 
 __all__ = ["changed_settings", "load_script", "script_of", "settings", "without_cache"]
 
@@ -42,11 +44,12 @@ def script_of(module: GraphModule, inputs: Iterable[Any], title: str, *, values:
             # Torch writes small constants with their values.
             setattr(made, str(node.target), torch.ones_like(value))
     text = io.StringIO()
-    text.writelines(f"{line}\n" for line in (f"# {' '.join(title.split())}", *_imports(made)))
+    text.writelines(f"{line}\n" for line in (f"# {one_line(title)}", *_imports(made)))
     with torch._inductor.config.patch(_defaults_of_the_unwritable()):
         save_graph_repro(text, made, list(inputs), "inductor", accuracy=values)
-    compile(text.getvalue(), "<script>", "exec")
-    return text.getvalue() + "\n"
+    script = cleaner().secrets(text.getvalue())
+    compile(script, "<script>", "exec")
+    return script + "\n"
 
 
 def load_script(path: Path) -> tuple[GraphModule, list[Any]]:

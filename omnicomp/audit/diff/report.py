@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from omnicomp.audit.views import rows
-from omnicomp.audit.views.escapes import markdown
 from omnicomp.audit.views.jsonform import encode
 from omnicomp.audit.views.rows import cell, plural, table
+from omnicomp.escapes import markdown
 from omnicomp.timeline import Reason
 
 __all__ = [

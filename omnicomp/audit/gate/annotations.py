@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from omnicomp.audit.gate.verdict import Fallen, Verdict, levers, notes, why
-from omnicomp.audit.views.escapes import github_data, github_property, relative, split_source
+from omnicomp.escapes import github_data, github_property, relative, split_source
 
 __all__ = ["to_annotations"]
 

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict, levers, notes, why
 from omnicomp.audit.model import GraphAudit, SubgraphAudit
-from omnicomp.audit.views.escapes import xml
-from omnicomp.timeline.text import one_line
+from omnicomp.escapes import one_line, xml
 
 __all__ = ["to_junit"]
 

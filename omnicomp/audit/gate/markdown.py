@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from omnicomp.audit.gate.verdict import STATES, Line, Verdict, bounds, levers, lines, notes, why
-from omnicomp.audit.views.escapes import code, markdown
 from omnicomp.audit.views.rows import percent, plural, short_source, summary
+from omnicomp.escapes import code, markdown
 
 __all__ = ["to_markdown"]
 

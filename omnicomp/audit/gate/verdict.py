@@ -8,9 +8,9 @@ from typing import Any, Final
 from omnicomp.audit.model import Report
 from omnicomp.audit.views.jsonform import encode
 from omnicomp.audit.views.rows import percent, plural, reason_text, short_source
+from omnicomp.escapes import one_line
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Reason
-from omnicomp.timeline.text import one_line
 
 __all__ = [
     "CHECK_SCHEMA",

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from omnicomp.timeline.privacy import cleaner
-from omnicomp.timeline.text import printable
+from omnicomp.escapes import printable
+from omnicomp.privacy import cleaner
 
 __all__ = ["Excerpt", "Excerpts"]
 

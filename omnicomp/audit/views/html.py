@@ -11,10 +11,10 @@ import hashlib
 from typing import Final
 
 from omnicomp.audit.model import Report
-from omnicomp.audit.views.escapes import html_text as e
 from omnicomp.audit.views.pagedata import page_data, to_script, tones_of
 from omnicomp.audit.views.rows import graph_breaks, percent, plural, summary
 from omnicomp.audit.views.style import asset
+from omnicomp.escapes import html_text as e
 
 __all__ = ["to_html"]
 

@@ -13,8 +13,8 @@ from omnicomp.audit.views.rows import summary
 from omnicomp.audit.views.slices import Lane, Moment, Slice, lanes, moments
 from omnicomp.audit.views.style import tones
 from omnicomp.audit.views.tree import BASES, basis_of
+from omnicomp.escapes import printable
 from omnicomp.timeline import Candidate, NearMiss, Reason, Rewrite
-from omnicomp.timeline.text import printable
 
 __all__ = ["page_data", "to_script", "tones_of"]
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from omnicomp.audit.model import Fallback, GraphAudit, Report, SubgraphAudit
+from omnicomp.escapes import one_line, printable
 from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Retreat, Speculation
-from omnicomp.timeline.text import one_line, printable
 
 __all__ = [
     "NOTHING",

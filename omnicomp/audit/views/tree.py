@@ -13,8 +13,8 @@ from omnicomp.audit.identity import natural
 from omnicomp.audit.model import GraphAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.rows import percent, short_source, summary
+from omnicomp.escapes import one_line
 from omnicomp.timeline import NearMiss, NodePlacement, Reason
-from omnicomp.timeline.text import one_line
 
 __all__ = ["BASES", "STYLES", "ModuleNode", "Rows", "basis_of", "module_trees", "to_tree", "tree_renderables"]
 

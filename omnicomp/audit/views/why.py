@@ -16,8 +16,8 @@ from omnicomp.audit.views.excerpts import Excerpt, Excerpts
 from omnicomp.audit.views.rows import percent, plural
 from omnicomp.audit.views.tree import STYLES
 from omnicomp.errors import ReportError, nearest
+from omnicomp.escapes import one_line
 from omnicomp.timeline import CODES, NearMiss, NodePlacement, Reason
-from omnicomp.timeline.text import one_line
 
 __all__ = [
     "Answer",

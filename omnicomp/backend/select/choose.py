@@ -1,7 +1,6 @@
 """The choice for one graph: stored by an earlier process, measured now, or by rule if it cannot be measured."""
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +16,13 @@ from omnicomp.backend.select import results
 from omnicomp.backend.select.candidates import Option, by_rule, options
 from omnicomp.backend.select.contest import Contest, Unmeasurable
 from omnicomp.lowerings.engines.inputs import weights_of
+from omnicomp.privacy import logger
 from omnicomp.timeline import Option as OptionEvent
 from omnicomp.timeline import Reason, current
 
 __all__ = ["choose"]
 
-log = logging.getLogger("omnicomp.backend.select")
+log = logger("omnicomp.backend.select")
 
 
 def choose(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> CapturedGraph:

@@ -1,7 +1,6 @@
 """Registers a declared device with Inductor and Dynamo."""
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
@@ -15,10 +14,11 @@ from omnicomp.devices.inductor.digest import code_digest
 from omnicomp.devices.inductor.report import registration
 from omnicomp.devices.inductor.spec import DeviceSpec, LaunchLimits, RegistrationError
 from omnicomp.errors import DeviceError
+from omnicomp.privacy import logger
 
 __all__ = ["register"]
 
-log = logging.getLogger("omnicomp.devices")
+log = logger("omnicomp.devices")
 
 # A package of a device can be imported where the device is not.
 _OF_THE_MACHINE: Final = ("device count", "triton backend")

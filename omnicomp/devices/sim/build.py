@@ -1,5 +1,6 @@
 """Builds the driver of the simulated device on first use, and caches it."""
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.machinery
@@ -10,11 +11,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Final
-from unittest import mock
 
 import torch
 
@@ -25,6 +25,7 @@ __all__ = ["SOURCES", "build_folder", "is_built", "load_driver", "missing"]
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 _FLAGS: Final = ("-O1", "-g0", "-w")
+_LEVER: Final = "make it yours and writable for you alone, or name another folder in OMNICOMP_CACHE_DIR"
 _HINT: Final = "the simulated device is built on first use, which needs a C++ compiler, Python's headers and ninja"
 
 
@@ -107,15 +108,30 @@ def load_driver(say: Callable[[str], object] | None = None) -> ModuleType:
     if not _complete(folder):
         say = say or _to_stderr
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            store.make_folder(folder)
+            _check(folder)
             with open(folder / "building", "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _complete(folder):
                     _build(folder, say)
         except OSError as error:
-            lever = "make it writable, or name another folder in OMNICOMP_CACHE_DIR"
-            raise DeviceError(f"the simulated device can't be built in {folder}: {error}; {lever}") from error
+            raise DeviceError(f"the simulated device can't be built in {folder}: {error}; {_LEVER}") from error
+    try:
+        _check(folder, _library(folder))
+    except OSError as error:
+        raise DeviceError(f"the simulated device can't be loaded from {folder}: {error}; {_LEVER}") from error
     return _import(folder)
+
+
+def _check(folder: Path, *files: Path) -> None:
+    """Refuse a folder in which another user may have put code, or may before it is loaded.
+
+    Raises:
+        OSError: one of the files, or a folder on the way to them, is not trusted or not there.
+    """
+    own = (*files, folder, *folder.parents[:2])
+    for path in (*own, *folder.absolute().parents[2:]):
+        store.check_trusted(path.stat(), path, group=path in own)
 
 
 def _to_stderr(line: str) -> None:
@@ -132,7 +148,7 @@ def _build(folder: Path, say: Callable[[str], object]) -> None:
     start = time.perf_counter()
     (folder / "lock").unlink(missing_ok=True)  # torch's own lock, left by a build that was killed; we hold another one
     try:
-        with mock.patch.dict(os.environ, PATH=_path()):
+        with _programs_found():
             cpp_extension.load(
                 name=_name(folder),
                 sources=[str(path) for path in _sources() if path.suffix == ".cpp"],
@@ -141,8 +157,23 @@ def _build(folder: Path, say: Callable[[str], object]) -> None:
             )
     except (RuntimeError, subprocess.CalledProcessError, ImportError) as error:
         raise DeviceError(f"the simulated device can't be built: {error}") from error
+    _library(folder).chmod(0o700)
     (folder / "complete").write_text(f"{torch.__version__}\n{_compiler()}\n", encoding="utf-8")
     say(f"omnicomp.devices.sim: built in {time.perf_counter() - start:.0f} s")
+
+
+@contextlib.contextmanager
+def _programs_found() -> Generator[None]:
+    """Inside, programs beside Python are found; what another thread sets of the environment meanwhile stays."""
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = _path()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 def _import(folder: Path) -> ModuleType:

@@ -6,7 +6,6 @@
 import functools
 import importlib
 import importlib.metadata
-import logging
 from typing import Any
 
 from omnicomp._torch.inductor.own_context import apart
@@ -17,6 +16,7 @@ from omnicomp.lowerings.engines.operators import Operator, Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
 from omnicomp.options.checks import mapping_of_mappings
 from omnicomp.options.engine_names import BUILT_IN, GROUP, engine_names
+from omnicomp.privacy import logger
 
 __all__ = [
     "Clustering",
@@ -30,7 +30,7 @@ __all__ = [
     "resolve_engine",
 ]
 
-log = logging.getLogger("omnicomp.engines")
+log = logger("omnicomp.engines")
 
 
 @functools.cache

@@ -7,7 +7,6 @@ threads.
 
 import contextlib
 import hashlib
-import logging
 import os
 import platform
 import threading
@@ -16,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from omnicomp.store import folder, oldest_first, write_whole
+from omnicomp.privacy import logger
+from omnicomp.store import folder, oldest_first, read_trusted, write_whole
 
 __all__ = ["Store", "store"]
 
-log = logging.getLogger("omnicomp.engines")
+log = logger("omnicomp.engines")
 
 _DIGITS: Final = 64
 _DEFAULT_BYTES: Final = 2 * 2**30
@@ -110,7 +110,7 @@ def limit() -> int:
 
 def _load(path: Path, load: Callable[[bytes], object]) -> object | None:
     try:
-        data = path.read_bytes()
+        data = read_trusted(path)
     except FileNotFoundError:
         return None
     except OSError as error:

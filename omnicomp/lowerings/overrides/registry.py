@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -24,6 +23,7 @@ from omnicomp.errors import OptionError, OverrideError, nearest
 from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
 from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.options.checks import listed
+from omnicomp.privacy import logger
 
 __all__ = [
     "GROUP",
@@ -38,7 +38,7 @@ __all__ = [
     "unregister",
 ]
 
-log = logging.getLogger("omnicomp.overrides")
+log = logger("omnicomp.overrides")
 
 GROUP: Final = "omnicomp.overrides"
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import operator
 import threading
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.lowerings.overrides.registry import enabled
 from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.options.placement_rules import last_match
+from omnicomp.privacy import logger
 from omnicomp.timeline import NodePlacement, Reason
 
 __all__ = ["apply_overrides", "asked_first", "declined_at", "excluded", "found_wrong", "next_lowering"]
 
-log = logging.getLogger("omnicomp.overrides")
+log = logger("omnicomp.overrides")
 
 
 def apply_overrides(module: GraphModule, context: LoweringContext) -> tuple[NodePlacement, ...]:

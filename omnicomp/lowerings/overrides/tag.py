@@ -1,7 +1,6 @@
 """Overrides of whole blocks: before autograd, one call takes the place of everything that a module computes."""
 
 import dataclasses
-import logging
 import threading
 from operator import getitem
 from typing import Any, Final
@@ -17,11 +16,12 @@ from omnicomp.lowerings.overrides.admission import Refused, admit, call_argument
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
 from omnicomp.lowerings.overrides.declaration import Function, Override, refused
 from omnicomp.lowerings.overrides.rewrite import asked_first, declined_at
+from omnicomp.privacy import logger
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
 __all__ = ["Matched", "apply_blocks", "matched_at", "matched_block"]
 
-log = logging.getLogger("omnicomp.overrides")
+log = logger("omnicomp.overrides")
 
 _KEPT: Final = 1024
 _matched: Final[dict[tuple[str, str], "Matched"]] = {}

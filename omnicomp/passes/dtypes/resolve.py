@@ -1,7 +1,6 @@
 """What a policy comes to on a device: `auto` decided, dtypes that it lacks refused, slow ones told."""
 
 import dataclasses
-import logging
 import threading
 from typing import Final
 
@@ -11,11 +10,12 @@ from omnicomp.devices import Device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.options.dtype_policy import DtypePolicy, short
 from omnicomp.passes.dtypes import speeds
+from omnicomp.privacy import logger
 from omnicomp.timeline import Reason
 
 __all__ = ["NAME", "resolve", "slowness", "unsupported", "warn_if_slow"]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
 
 NAME: Final = "dtype_policy"
 # Below this, what casts cost is not earned back.

@@ -1,7 +1,6 @@
 """What the pass `legalise` decided, node by node, and how it is told: events, one log line a graph, errors."""
 
 import dataclasses
-import logging
 import threading
 from typing import Final
 
@@ -13,11 +12,12 @@ from omnicomp.errors import LegaliseError
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.legal.dtypes import explain, short
+from omnicomp.privacy import logger
 from omnicomp.timeline import Reason
 
 __all__ = ["LEVER", "Decisions"]
 
-log = logging.getLogger("omnicomp")
+log = logger("omnicomp")
 
 LEVER: Final = "cast to a dtype that the device has, or run this part on a device that has it"
 _NAMES: Final = 8  # of nodes, in one event

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnicomp.audit.views.escapes import html_text as e
 from omnicomp.audit.views.rows import printable
 from omnicomp.audit.views.style import asset
+from omnicomp.escapes import html_text as e
 from omnicomp.testing.bringup.ladder import STEPS
 from omnicomp.testing.bringup.table import Bringup, Next, Row, cells
 

@@ -1,16 +1,21 @@
 """JSON Lines files of the timeline: one object per line, rotated at a size limit if one is set."""
 
+import errno
 import json
-import logging
 import os
 import re
+import select
 import socket
+import stat
 import threading
 from pathlib import Path
 from typing import IO, Any, Final
 
+from omnicomp import privacy
 from omnicomp.errors import OptionError
-from omnicomp.timeline import privacy
+from omnicomp.escapes import one_line
+from omnicomp.privacy import logger
+from omnicomp.store import make_folder
 from omnicomp.timeline.files import ROTATED
 from omnicomp.timeline.recorder import Timeline, rank
 
@@ -28,11 +33,13 @@ __all__ = [
     "parse_size",
 ]
 
-log = logging.getLogger("omnicomp.timeline")
+log = logger("omnicomp.timeline")
 
 ENVIRONMENT_VARIABLE: Final = "OMNICOMP_TIMELINE"
 LIMIT_VARIABLE: Final = "OMNICOMP_TIMELINE_MAX_BYTES"
 
+# Seconds to wait for who reads from a pipe that is full.
+_PATIENCE: Final = 5
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 _unwritable: set[str] = set()
@@ -77,6 +84,7 @@ class JsonLinesSink:
 
         Raises:
             OSError: the file can't be opened for writing.
+            ValueError, RuntimeError: the path is none: it has a NUL, or names a user who does not exist.
             OptionError: the environment's limit is no size.
         """
         self._pattern = path
@@ -87,8 +95,8 @@ class JsonLinesSink:
     def _open(self) -> IO[bytes]:
         self._pid = os.getpid()
         self._path = expand(self._pattern)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("ab", buffering=0)
+        make_folder(self._path.parent)
+        file = _opened(self._path)
         # What a killed process left of its last line must not take the next one with it.
         self._start = b"\n" if _ends_within_a_line(self._path) else b""
         return file
@@ -105,7 +113,10 @@ class JsonLinesSink:
                 self._rotate()
         line, self._start = self._start + line, b""
         while line:
-            line = line[self._file.write(line) :]
+            written = self._file.write(line)
+            if written is None and not select.select([], [self._file], [], _PATIENCE)[1]:
+                raise TimeoutError(f"nobody reads from the pipe for {_PATIENCE} s")
+            line = line[written or 0 :]
 
     def _rotate(self) -> None:
         """Begin a new file, unless another process that writes to it just did."""
@@ -122,6 +133,26 @@ class JsonLinesSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file for appending, made for this user alone; a pipe is not waited for.
+
+    Raises:
+        OSError: it can't be opened, or another user put a link, or a file in a folder for all, at its place.
+    """
+    if hasattr(os, "geteuid"):
+        mine = (os.geteuid(), 0)
+        try:
+            state = path.lstat()
+        except FileNotFoundError:
+            state = None
+        if state is not None and state.st_uid not in mine:
+            shared = stat.S_ISREG(state.st_mode) and path.parent.stat().st_mode & stat.S_IWOTH
+            if stat.S_ISLNK(state.st_mode) or shared:
+                raise PermissionError(errno.EPERM, "another user put it there")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    return open(os.open(path, flags, 0o600), "ab", buffering=0)
 
 
 def _ends_within_a_line(path: Path) -> bool:
@@ -148,13 +179,15 @@ def attach(timeline: Timeline, path: str | None = None, max_bytes: int | None = 
             return
         try:
             sink = JsonLinesSink(pattern, max_bytes)
-        except OSError as error:
+        except OptionError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
             _unwritable.add(pattern)
             log.warning(
                 "the timeline can't be written to %s (%s); the program goes on without it: "
                 "name a writable path in options={'timeline': ...} or %s",
-                privacy.cleaner().text(pattern),
-                error.strerror or error,
+                one_line(pattern),
+                getattr(error, "strerror", None) or error,
                 ENVIRONMENT_VARIABLE,
             )
             return

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnicomp._torch.logs import register
+from omnicomp.escapes import one_line
+from omnicomp.privacy import logger
 from omnicomp.timeline.recorder import Timeline
-from omnicomp.timeline.text import one_line
 
 __all__ = ["LOGGERS", "LogSink", "attach"]
 
@@ -41,8 +42,8 @@ class LogSink:
     """Writes a line for each event whose level is enabled."""
 
     def __init__(self) -> None:
-        self._loggers = {kind: logging.getLogger(f"omnicomp.{name}") for kind, name in LOGGERS.items()}
-        self._other = logging.getLogger("omnicomp.timeline")
+        self._loggers = {kind: logger(f"omnicomp.{name}") for kind, name in LOGGERS.items()}
+        self._other = logger("omnicomp.timeline")
 
     @property
     def wanted(self) -> bool:

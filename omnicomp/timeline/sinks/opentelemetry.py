@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from omnicomp.timeline import privacy
+from omnicomp import privacy
 from omnicomp.timeline.recorder import Timeline
 
 __all__ = ["TelemetrySink", "attach", "describe", "span"]

@@ -20,11 +20,10 @@ from omnicomp.audit.gate.annotations import to_annotations
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import Verdict, message, to_json, to_text
-from omnicomp.audit.views.escapes import code, github_data, github_property, markdown, relative, split_source, xml
+from omnicomp.escapes import code, github_data, github_property, markdown, one_line, relative, split_source, xml
 from omnicomp.options.acknowledged import Acknowledged, Entry
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Ran, Reason, Retreat, Subgraph
-from omnicomp.timeline.text import one_line
 
 NASTY = "<script>alert(1)</script>|\n::error::x\r\n\x1b[2J]]>`@someone` #12 [a](http://b.c) %0A **b** \u202e\ud800"
 VIEWS: dict[str, Callable[[Sequence[Verdict]], str]] = {

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from omnicomp import privacy
 from omnicomp.audit.views.excerpts import Excerpts
-from omnicomp.timeline import privacy
 
 
 @pytest.fixture

@@ -87,6 +87,59 @@ def test_an_unwritable_path_warns_once(tmp_path: Path, caplog: pytest.LogCapture
     assert len(timeline) == 1
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/t.jsonl", "a\0b.jsonl", "a" * 5000, "\ud800.jsonl", "pipe"])
+def test_a_path_that_is_none_costs_the_log_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = name if name.startswith("~") else str(tmp_path / name)
+    for _ in range(2):
+        timeline = Timeline()
+        attach(timeline, path)
+        timeline.append(Capture(graph="g0"))
+    assert len(timeline) == 1
+    assert ["can't be written" in record.message for record in caplog.records] == [True]
+
+
+def test_a_full_disk_costs_the_log_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    timeline = Timeline()
+    attach(timeline, "/dev/full")
+    timeline.append(Capture(graph="g0"))
+    timeline.append(Capture(graph="g1"))
+    assert len(timeline) == 2
+    assert ["No space left" in record.message for record in caplog.records] == [True]
+
+
+def test_a_pipe_that_nobody_reads_from_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omnicomp.timeline.sinks.jsonl._PATIENCE", 0.01)
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        timeline = record(str(tmp_path / "pipe"), "g0")
+        assert b'"g0"' in reader.read(10_000)
+        timeline.append(Capture(graph="g1", function="x" * 2**20))
+    assert "nobody reads from the pipe" in caplog.text
+
+
+def test_the_file_is_for_this_user_alone(tmp_path: Path) -> None:
+    record(str(tmp_path / "runs" / "t.jsonl"), "g0")
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "runs", tmp_path / "runs" / "t.jsonl")] == [
+        0o700,
+        0o600,
+    ]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a link to another user")
+def test_a_link_that_another_user_put_there_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "t.jsonl").symlink_to(tmp_path / "precious")
+    os.chown(tmp_path / "t.jsonl", 65534, 65534, follow_symlinks=False)
+    attach(Timeline(), str(tmp_path / "t.jsonl"))
+    assert "another user put it there" in caplog.text
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_a_torn_last_line_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "t.jsonl"
     record(str(path), "g0", "g1")

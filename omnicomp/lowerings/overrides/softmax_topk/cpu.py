@@ -1,7 +1,6 @@
 """The CPU kernel of `softmax_topk`: C++ on vector extensions, compiled at first use by Inductor's compiler driver."""
 
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from ctypes import c_int32, c_int64, c_void_p
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 
 from omnicomp._torch.inductor import cpp
+from omnicomp.privacy import logger
 
 __all__ = ["SOURCE", "kernel"]
 
 Kernel = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
-_log = logging.getLogger("omnicomp.overrides")
+_log = logger("omnicomp.overrides")
 _lock = threading.Lock()
 
 # Units of work (see `_threads`) below which a further thread costs more to wake than it saves: about 12 microseconds.

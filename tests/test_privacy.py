@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import omnicomp
+from omnicomp import privacy
 from omnicomp.errors import OptionError
 from omnicomp.options.policy import parse
-from omnicomp.timeline import Attempt, Capture, NodePlacement, Placement, Reason, privacy
-from omnicomp.timeline.privacy import HIDDEN, Cleaner
+from omnicomp.privacy import HIDDEN, Cleaner
+from omnicomp.timeline import Attempt, Capture, NodePlacement, Placement, Reason
 
 SECRET = "correct-horse/battery+staple"
 HF = "hf_" + "aB3" * 11
@@ -46,6 +47,37 @@ def test_other_variables_and_short_values_are_no_secrets() -> None:
     assert clean(text, **environment) == text
 
 
+@pytest.mark.parametrize(
+    "name",
+    "STRIPE_KEY MYSQL_PWD DB_PASS PGPASSWORD apiToken db.pass GITHUB_TOKEN_PROD AUTHORIZATION JWT KEY user_pwd".split(),
+)
+def test_names_of_secrets(name: str) -> None:
+    assert privacy.is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *"max_tokens tokenizer num_keys TOKENIZERS_PARALLELISM pad_token PAD_TOKEN_ID key_padding_mask".split(),
+        *"CACHE_KEY PWD OLDPWD KEYBOARD post_grad_custom_pre_pass disable_passes GIT_AUTHOR_NAME".split(),
+        *"MAX_TOKENS num_key_value_heads bypass keyword_only monkey compass XAUTHORITY author sort_key key".split(),
+    ],
+)
+def test_names_that_only_look_like_it(name: str) -> None:
+    assert not privacy.is_secret_name(name)
+
+
+def test_a_secret_is_hidden_in_each_form_that_a_message_may_have_it_in() -> None:
+    key = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkq\nhkiG9w0BAQEFAASC\n-----END PRIVATE KEY-----\n"
+    found = clean(
+        f"{key}|first line: MIIEvQIBADANBgkq|a%2Fb%2Bsecret%3D|hunter2hunter2",
+        SIGNING_KEY=key,
+        MY_TOKEN="a/b+secret=",
+        PROXY="http://me:hunter2hunter2@proxy",
+    )
+    assert found == f"{HIDDEN}|first line: {HIDDEN}|{HIDDEN}|{HIDDEN}"
+
+
 def test_a_folder_is_no_secret(tmp_path: Path) -> None:
     assert clean(f"{tmp_path}/model.py:3", PRIVATE_MODELS=str(tmp_path)) == f"{tmp_path}/model.py:3"
 
@@ -61,6 +93,23 @@ def test_a_folder_is_no_secret(tmp_path: Path) -> None:
         ("Authorization: Bearer abcdefgh123", f"Authorization: Bearer {HIDDEN}"),
         ("aten.add.Tensor at /m/model.py:12 with s0*token + 2", "aten.add.Tensor at /m/model.py:12 with s0*token + 2"),
         ("https://pytorch.org/docs?page=3", "https://pytorch.org/docs?page=3"),
+        ("sk_live_" + "a1" * 12, HIDDEN),
+        ("with AIzaSyD-1234567890 in it", f"with {HIDDEN} in it"),
+        ("npm_" + "aB3" * 12, HIDDEN),
+        ("Authorization: Basic dXNlcjpwYXNzd29yZA==", f"Authorization: Basic {HIDDEN}"),
+        ("got basic dXNlcjpwYXNzd29yZA", f"got basic {HIDDEN}"),
+        ("Basic operations are fused", "Basic operations are fused"),
+        ("Bearer authentication is asked for", "Bearer authentication is asked for"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-def_", HIDDEN),
+        ("a -----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- b", f"a {HIDDEN} b"),
+        ("cut -----BEGIN OPENSSH PRIVATE KEY-----\\nb3Blbn", f"cut {HIDDEN}"),
+        ("postgres://me:p@ss/w0rd@host/db", f"postgres://{HIDDEN}@host/db"),
+        ("http://localhost:8080/a@b", "http://localhost:8080/a@b"),
+        ("DB_PASS=correcthorse and PORT=54321678", f"DB_PASS={HIDDEN} and PORT=54321678"),
+        ("{'api_key': 'abcdefgh', 'max_tokens': '12345678'}", f"{{'api_key': '{HIDDEN}', 'max_tokens': '12345678'}}"),
+        ('{\\"password\\": \\"abcdefgh\\"}', f'{{\\"password\\": \\"{HIDDEN}\\"}}'),
+        ("token = tokenizer.encode(x, key=self.key)", "token = tokenizer.encode(x, key=self.key)"),
+        ('l_token_: "f32[2, 8]", key: "f32[8, 64]"', 'l_token_: "f32[2, 8]", key: "f32[8, 64]"'),
     ],
 )
 def test_credentials_are_hidden_by_their_form(text: str, expected: str) -> None:
@@ -125,7 +174,7 @@ def test_a_run_writes_no_secret_and_no_place_it_should_not(
     monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", SECRET)
     monkeypatch.setenv("UNRELATED", "an environment value that nobody asked for")
     if relative:
-        monkeypatch.chdir(Path(__file__).parents[2])
+        monkeypatch.chdir(Path(__file__).parents[1])
         monkeypatch.setenv("OMNICOMP_PATHS", "relative")
     folder = tmp_path / SECRET / HF
     path = folder / "t.jsonl"
@@ -146,8 +195,8 @@ def test_a_run_writes_no_secret_and_no_place_it_should_not(
         assert "nobody asked for" not in text
         assert HIDDEN in text or text == found.summary()
         if relative:
-            assert str(Path(__file__).parents[2]) not in text
-    assert ("tests/timeline/test_privacy.py" in written) is True
+            assert str(Path(__file__).parents[1]) not in text
+    assert ("tests/test_privacy.py" in written) is True
     assert all(json.loads(line) for line in written.splitlines())
 
 

@@ -1,12 +1,21 @@
-"""Escapes for Markdown, GitHub and XML: names from a model are shown and never obeyed."""
+"""Escapes for terminals, Markdown, GitHub, HTML and XML: names and messages are shown and never obeyed."""
 
 import html
 import re
 from typing import Final
 
-from omnicomp.timeline.text import one_line, printable
-
-__all__ = ["code", "github_data", "github_property", "html_text", "markdown", "relative", "split_source", "xml"]
+__all__ = [
+    "code",
+    "github_data",
+    "github_property",
+    "html_text",
+    "markdown",
+    "one_line",
+    "printable",
+    "relative",
+    "split_source",
+    "xml",
+]
 
 _MARKUP: Final = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", **{char: f"\\{char}" for char in "\\`*_[]~!$"}}
@@ -15,6 +24,19 @@ _MARKUP: Final = str.maketrans(
 # keeps it from seeing one. The same for links.
 _ACTIVE: Final = re.compile(r"[@#](?=\w)|(?<=\w)(?=://)|(?<=\bwww)(?=\.)|\bGH(?=-\d)", re.IGNORECASE)
 _NOTHING: Final = "&#8203;"
+
+
+def printable(text: object) -> str:
+    """Text in which control characters, and those that turn its direction, are replaced; line ends stay."""
+    found = str(text)
+    if found.isprintable():
+        return found
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in found)
+
+
+def one_line(text: object) -> str:
+    """The same with blanks for line ends."""
+    return " ".join(printable(text).split("\n"))
 
 
 def markdown(text: object) -> str:
