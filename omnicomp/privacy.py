@@ -220,7 +220,7 @@ def is_secret_name(name: str) -> bool:
     if _SECRET_PART.search(name):
         return True
     words = [word.lower() for word in _WORD.findall(name)]
-    *_, before, last = ("", "", *words)
+    before, last = ["", "", *words][-2:]
     if last == "token":
         return before not in _TOKEN_OF_TEXT
     if last == "tokens":

@@ -114,6 +114,7 @@ def load_driver(say: Callable[[str], object] | None = None) -> ModuleType:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _complete(folder):
                     _build(folder, say)
+                    _library(folder).chmod(0o700)
         except OSError as error:
             raise DeviceError(f"the simulated device can't be built in {folder}: {error}; {_LEVER}") from error
     try:
@@ -157,7 +158,6 @@ def _build(folder: Path, say: Callable[[str], object]) -> None:
             )
     except (RuntimeError, subprocess.CalledProcessError, ImportError) as error:
         raise DeviceError(f"the simulated device can't be built: {error}") from error
-    _library(folder).chmod(0o700)
     (folder / "complete").write_text(f"{torch.__version__}\n{_compiler()}\n", encoding="utf-8")
     say(f"omnicomp.devices.sim: built in {time.perf_counter() - start:.0f} s")
 

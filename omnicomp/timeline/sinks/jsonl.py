@@ -113,7 +113,7 @@ class JsonLinesSink:
                 self._rotate()
         line, self._start = self._start + line, b""
         while line:
-            written = self._file.write(line)
+            written: Any = self._file.write(line)  # None: a pipe is full
             if written is None and not select.select([], [self._file], [], _PATIENCE)[1]:
                 raise TimeoutError(f"nobody reads from the pipe for {_PATIENCE} s")
             line = line[written or 0 :]

@@ -1,3 +1,5 @@
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,3 +104,37 @@ def test_settings_come_from_the_environment(in_process: Any) -> None:
     assert result.stdout.strip() == f"4 ({2**24}, {2**24})", result.stderr
     wrong = in_process(program, OMNICOMP_SIM_DEVICES="many")
     assert "OMNICOMP_SIM_DEVICES has to be a number, not many" in wrong.stderr
+
+
+def _torch_s_build(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[], object]) -> None:
+    """Let torch "build" the driver at once, and do something meanwhile."""
+
+    def load(**_: Any) -> None:
+        act()
+        build._library(folder).write_bytes(b"")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    monkeypatch.setattr(build, "missing", lambda: ())
+
+
+def test_what_another_thread_sets_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SET_MEANWHILE", raising=False)
+    before = os.environ["PATH"]
+    _torch_s_build(monkeypatch, tmp_path, lambda: monkeypatch.setenv("SET_MEANWHILE", "1"))
+    build._build(tmp_path, lambda _: None)
+    assert os.environ["SET_MEANWHILE"] == "1"
+    assert os.environ["PATH"] == before
+
+
+@pytest.mark.parametrize("name", ["", "driver"])
+def test_a_driver_that_others_may_have_written_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
+    folder = build.build_folder()
+    folder.mkdir(parents=True)
+    (folder / "complete").touch()
+    build._library(folder).touch()
+    (build._library(folder) if name else folder).chmod(0o777)
+    with pytest.raises(DeviceError, match=r"other users may write .* not trusted"):
+        build.load_driver()
