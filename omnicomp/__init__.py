@@ -11,14 +11,21 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import random
 import sys
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from omnicomp import timeline as timeline  # the package itself, so that `omnicomp.timeline.events()` needs no import
-from omnicomp.audit import Audit, audit
-from omnicomp.errors import (
+# Rich draws from Python's `random` when it is imported, and a program that was seeded before goes on drawing.
+_state = random.getstate()
+importlib.import_module("rich.style")
+random.setstate(_state)
+
+# The package itself, so that `omnicomp.timeline.events()` needs no import.
+from omnicomp import timeline as timeline  # noqa: E402
+from omnicomp.audit import Audit, audit  # noqa: E402
+from omnicomp.errors import (  # noqa: E402
     AcknowledgeError,
     DeviceError,
     FallbackError,

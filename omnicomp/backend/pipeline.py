@@ -16,6 +16,7 @@ from omnicomp import weights
 from omnicomp._torch.dynamo import control_flow, late_compile, threads
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.backend import weight_inputs
@@ -67,6 +68,7 @@ def omni(
     under_way = activity("compile", "a graph", shown=policy.progress)
     with control_flow.compile_lock, control_flow.unseen_by_hooks(), under_way as doing:
         try:
+            example_inputs = as_passed(gm, example_inputs)
             graph = capture_graph(gm, example_inputs, policy, options)
             doing.say(f"{graph.id} {graph.capture.function}".rstrip(), graph=graph.id)
             dump(graph.id, "dynamo", gm)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
-from torch._inductor.codegen.cpp_utils import LocalBufferContext
 from torch._inductor.virtualized import V
 
 from omnicomp._torch.repairs.method_patch import Exchange
@@ -25,8 +24,7 @@ def _without_tiles(original: Callable[..., bool]) -> Callable[..., bool]:
     """The method, which refuses to fuse loops where a local buffer would have to hold several rows."""
 
     def may_fuse(self: Any, kernels: Sequence[Any], depth: int) -> bool:
-        context = V.local_buffer_context
-        if isinstance(context, LocalBufferContext) and context.local_buffers:
+        if getattr(V.local_buffer_context, "local_buffers", None):
             outer = (loop for kernel in kernels for loop in kernel.loop_nest.loops[:depth])
             if any(loop.steps != 1 for loop in outer):
                 return False
