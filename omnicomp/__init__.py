@@ -88,9 +88,11 @@ def __getattr__(name: str) -> Any:
     """Import the part of the public API that needs torch when it is asked for."""
     if name == "__version__":
         try:
-            return importlib.metadata.version("omnicomp")
+            version = importlib.metadata.version("omnicomp")
         except importlib.metadata.PackageNotFoundError:
-            return "checkout"
+            version = "checkout"
+        globals()["__version__"] = version
+        return version
     if name == "weights":
         return importlib.import_module("omnicomp.weights")
     if name in _LAZY:

@@ -52,12 +52,21 @@ def inductor_identity(operators: Iterable[Any]) -> str:
     Args:
         operators: targets of the nodes of a graph.
     """
-    settings = torch._inductor.config.save_config_portable()
+    config: Any = torch._inductor.config
+    settings = {name: getattr(config, name) for name in _setting_names()}
+    for name in getattr(config, "_cache_config_factory_keys", ()):
+        settings[name] = settings[name] and settings[name]()
     found = [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)]
-    found += [f"{key}={describe(value)}" for key, value in sorted(settings.items()) if value is not None]
+    found += [f"{key}={describe(value)}" for key, value in settings.items() if value is not None]
     found += sorted(f"{op}:{describe(lowerings[op])}" for op in set(operators) if op in lowerings)
     found += [f"{step}:{text}" for step in _STEPS if (text := _replaced(step))]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+@functools.cache
+def _setting_names() -> tuple[str, ...]:
+    """The settings that torch's own keys have; to list them takes longer than to read them."""
+    return tuple(sorted(torch._inductor.config.save_config_portable()))
 
 
 def _replaced(step: str) -> str:
