@@ -1,16 +1,19 @@
 """Seeing what happens to a parameter: who shares its memory, and when it may have been written without being counted.
 
-A parameter's `_version` counts in-place operations, except these, which are reported while parameters are observed:
+A parameter's `_version` counts in-place operations, except these, for which something is done while parameters are
+observed:
 
 - writes through `.data`, which is a tensor of the same memory with a version counter of its own:
-  `torch.nn.Parameter` gets a property of that name, which reports and then asks torch's own;
+  `torch.nn.Parameter` gets a property of that name, which reports and then asks what was there before;
 - fused optimizers (torch 2.11 to 2.13): a hook that torch offers runs after each step of an optimizer;
 - `torch._foreach_lerp_` with a number and `torch._foreach_zero_` on CUDA, whose kernels alone of all in-place
   `_foreach` functions don't call `increment_version`, as far as torch's sources show
-  (`aten/src/ATen/native/cuda/Foreach{TernaryOp,UnaryOp}.cu`): they are wrapped.
+  (`aten/src/ATen/native/cuda/Foreach{TernaryOp,UnaryOp}.cu`): the dispatcher counts for them, where there is an
+  accelerator. The functions themselves stay torch's.
 """
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -27,6 +30,7 @@ from omnicomp._torch.inductor.own_context import is_symbolic
 
 __all__ = [
     "StorageWeakRef",
+    "count_foreach",
     "describes_parameter",
     "is_observed",
     "is_private",
@@ -41,10 +45,7 @@ __all__ = [
     "weak_storage",
 ]
 
-_DATA: Final[Any] = torch._C.TensorBase.data
-_hooks: Final[list[Any]] = []
-_UNCOUNTED: Final = ("_foreach_lerp_", "_foreach_zero_")
-_originals: Final[dict[str, Any]] = {}
+_stops: Final[list[Callable[[], None]]] = []
 
 owners: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 """How many tensors and other objects hold a storage, given `StorageWeakRef.cdata`; 0 if it is freed."""
@@ -71,24 +72,16 @@ owns_alone: Final[int] = _of_one_tensor()
 """What `owners` says of a storage that one tensor holds, whose Python storage was asked for once."""
 
 
-def observe(seen: Callable[[Tensor], None], written: Callable[[Sequence[Tensor]], None]) -> None:
-    """Call back when Python takes or sets the `.data` of a parameter, or something writes that may not be counted.
+def observe(seen: Callable[[Tensor], None]) -> None:
+    """Call back when Python takes or sets the `.data` of a parameter, and count what torch does not.
 
     Not seen are `torch.Tensor.data.__get__(p)` and what C++ does; nor a subclass with a `data` of its own.
 
     Args:
         seen: gets a parameter whose `.data` is taken or set, or that an optimizer made a step with.
-        written: gets the tensors that a function on lists of tensors has written.
     """
-
-    def get_data(self: Tensor) -> Tensor:
-        seen(self)
-        return _DATA.__get__(self)
-
-    def set_data(self: Tensor, value: Tensor) -> None:
-        seen(self)
-        _DATA.__set__(self, value)
-        seen(self)  # a thread that looked in between saw the old memory
+    settle_dynamo()  # its tables know torch's functions by identity
+    _stops.append(_observe_data(seen))
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -97,40 +90,73 @@ def observe(seen: Callable[[Tensor], None], written: Callable[[Sequence[Tensor]]
 
     # A step that is compiled doesn't count either, and Dynamo breaks its graph before this in any case.
     hook: Any = torch._dynamo.disable(stepped, reason="omnicomp looks which weights an optimizer changed")
-    _hooks.append(register_optimizer_step_post_hook(hook))
-    Parameter.data = property(get_data, set_data, None, _DATA.__doc__)  # type: ignore[assignment,misc]
-    settle_dynamo()  # its tables know these functions by identity
-    for name in _UNCOUNTED:
-        _originals[name] = getattr(torch, name)
-        setattr(torch, name, _reporting(_originals[name], written))
+    _stops.append(register_optimizer_step_post_hook(hook).remove)
+    if torch.accelerator.is_available():
+        _stops.append(count_foreach())
 
 
-def _reporting(function: Any, written: Callable[[Sequence[Tensor]], None]) -> Any:
-    """An in-place function on lists of tensors that reports afterwards what it has written."""
+def _observe_data(seen: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Put a property in front of the `.data` that parameters have; returns what takes it away again.
 
-    @functools.wraps(function)
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(tensors, *args, **kwargs)
-        if not torch.compiler.is_compiling():  # a compiled step counts, or is reported as a step of an optimizer
-            written(tensors)
-        return result
+    Another library may have put one there before, which is asked then, or may put one over it, which is left alone.
+    """
+    own = vars(Parameter).get("data")
+    before: Any = own if own is not None else inspect.getattr_static(Parameter, "data")
+    report = seen
 
-    return call
+    def get_data(self: Tensor) -> Tensor:
+        report(self)
+        return before.__get__(self, type(self))
+
+    def set_data(self: Tensor, value: Tensor) -> None:
+        report(self)
+        before.__set__(self, value)
+        report(self)  # a thread that looked in between saw the old memory
+
+    mine = property(get_data, set_data, None, before.__doc__)
+
+    def stop() -> None:
+        nonlocal report
+        report = id  # does nothing, where another property still asks ours
+        if vars(Parameter).get("data") is not mine:
+            return
+        if own is None:
+            del Parameter.data
+        else:
+            Parameter.data = own
+
+    Parameter.data = mine  # type: ignore[assignment,misc]
+    return stop
+
+
+def count_foreach() -> Callable[[], None]:
+    """Let the dispatcher count the writes of the functions on lists that don't; returns what ends that.
+
+    A kernel for the key at which versions are counted, which torch leaves empty for these operators: the functions, and
+    what scripts, modes and pickles know of them, stay as they are.
+    """
+    library = torch.library.Library("aten", "IMPL", "ADInplaceOrView")
+    for name in ("_foreach_lerp_.Scalar", "_foreach_zero_"):
+        packet, _, overload = name.partition(".")
+        operator_ = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(name, functools.partial(_counted, operator_), with_keyset=True)
+    return library._destroy
+
+
+def _counted(function: Any, keys: Any, tensors: Sequence[Tensor], *args: Any) -> None:
+    function.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, tensors, *args)
+    torch.autograd.graph.increment_version(tensors)
 
 
 def is_observed() -> bool:
     """Whether `observe` is in force."""
-    return "data" in vars(Parameter)
+    return bool(_stops)
 
 
 def stop_observing() -> None:
-    """Give `torch.nn.Parameter` the `.data` of torch back, and look at no optimizer any more."""
-    if is_observed():
-        del Parameter.data
-    while _originals:
-        setattr(torch, *_originals.popitem())
-    while _hooks:
-        _hooks.pop().remove()
+    """Give torch back what `observe` put somewhere, and look at no optimizer any more."""
+    while _stops:
+        _stops.pop()()
 
 
 def describes_parameter(fake: Any) -> bool:

@@ -149,6 +149,7 @@ class Constants:
             if now == known:
                 continue
             expected = self._hashes[index]
+            observer.follow(value)  # again, if that was stopped
             if expected is None or hash_of(value) != expected:
                 return False
             self._touches[index] = now

@@ -330,4 +330,4 @@ def clear() -> None:
                 copy.drop()
         _watched.clear()
         _order.clear()
-        observer.stop_if_idle()
+        observer.stop()

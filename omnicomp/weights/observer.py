@@ -6,16 +6,14 @@ number of touches in each call; `mark` is one object to compare where nothing wa
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owns_alone
 
-__all__ = ["Followed", "find", "follow", "mark", "stop_if_idle", "touched"]
+__all__ = ["Followed", "find", "follow", "mark", "stop", "touched"]
 
 
 class Followed:
@@ -63,7 +61,7 @@ def follow(parameter: Tensor) -> Followed:
     """Observe a parameter for as long as the returned object lives."""
     with _following:
         if not parameters.is_observed():
-            parameters.observe(touched, _written)
+            parameters.observe(touched)
         found = find(parameter)
         if found is None:
             found = _followed[id(parameter)] = Followed(parameter)
@@ -78,17 +76,10 @@ def touched(parameter: Tensor) -> None:
         _Sight.mark = object()
 
 
-def _written(tensors: Sequence[Tensor]) -> None:
-    """Tensors were written: parameters, or others that may be of a parameter's memory, as one that was detached is."""
-    addresses = {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
-    for found in list(_followed.values()) if addresses else ():
-        parameter = found.parameter()
-        if parameter is not None and parameter.data_ptr() in addresses:
-            touched(parameter)
-
-
-def stop_if_idle() -> None:
-    """Give torch back what observing replaced, if no parameter is followed."""
+def stop() -> None:
+    """Give torch back what observing replaced; who follows a parameter compares its contents, or observes it again."""
     with _following:
-        if not _followed:
-            parameters.stop_observing()
+        parameters.stop_observing()
+        for found in list(_followed.values()):
+            found.touches += 1
+        _Sight.mark = object()

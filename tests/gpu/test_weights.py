@@ -92,7 +92,7 @@ def optimised_fused(model: Model) -> None:
 CHANGES = [in_place, through_data, other_data, loaded, other_parameter, averaged, optimised, optimised_fused]
 
 
-def test_only_functions_that_are_wrapped_do_not_count_what_they_write() -> None:
+def test_only_functions_that_are_counted_for_do_not_count_what_they_write() -> None:
     assert uncounted("cuda") <= {"_foreach_lerp_", "_foreach_zero_"}
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from omnicomp import weights
+from omnicomp._torch.parameters import is_observed
 from omnicomp.weights import observer
 from omnicomp.weights.baked import Constants, fixable, hash_of
 
@@ -167,3 +169,18 @@ def test_hashes_are_of_the_elements() -> None:
     assert hash_of(torch.tensor(1.0).expand(3)) == hash_of(torch.ones(3))
     value = parameter()
     assert Constants((torch.ones(2), value)).hashes((torch.ones(2), value)) == [hash_of(torch.ones(2)), hash_of(value)]
+
+
+def test_nothing_is_replaced_after_a_reset_and_a_write_meanwhile_is_seen() -> None:
+    value = parameter()
+    constants = Constants((value,))
+    constants.built()
+    constants.hashes((value,))
+    weights.clear()  # as torch.compiler.reset() does
+    assert not is_observed()
+    value.data.mul_(1)
+    assert constants.hold((value,))
+    assert is_observed(), "again"
+    weights.clear()
+    value.data.mul_(2)
+    assert not constants.hold((value,))

@@ -90,13 +90,6 @@ def foreach(model: Model) -> None:
     torch._foreach_mul_(list(model.parameters()), -2.0)
 
 
-def foreach_uncounted(model: Model) -> None:
-    """As if the function did not count what it writes, through tensors that are no parameters."""
-    inside = [p.detach() for p in model.parameters()]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(inside)):
-        torch._foreach_lerp_(inside, [torch.randn_like(p) for p in inside], 0.9)
-
-
 def initialised(model: Model) -> None:
     nn.init.normal_(model.second.weight)
 
@@ -141,7 +134,6 @@ def exchanged_shards(model: Model) -> None:
 CHANGES = [
     *(in_place, through_data, through_data_copy, data_view, lora_merge, data_array, detached_copy, other_data),
     *(other_parameter, other_set, swapped_data, loaded, assigned, from_vector, averaged, foreach, initialised),
-    foreach_uncounted,
     *(optimised, optimised_foreach, optimised_fused, optimised_compiled, double_and_back, exchanged_shards),
 ]
 

@@ -1,32 +1,35 @@
-import pytest
+"""Exchanged functions are put back, whoever leaves last, and wrappers of others stay."""
+
+from types import ModuleType
 
 from omnicomp._torch.repairs.method_patch import Exchange
 
 
-class Owner:
-    def told(self) -> str:
-        return "told"
+def answering() -> tuple[ModuleType, Exchange]:
+    module = ModuleType("answering")
+    module.answer = lambda: 1  # type: ignore[attr-defined]
+    return module, Exchange(module, "answer", lambda original: lambda: original() + 10)
 
 
-def louder(original):
-    return lambda self: original(self).upper()
-
-
-def test_the_method_is_another_one_inside():
-    exchange = Exchange(Owner, "told", louder)
+def test_who_leaves_last_puts_it_back() -> None:
+    module, exchange = answering()
+    original = module.answer
+    exchange.__enter__()
     with exchange:
-        assert Owner().told() == "TOLD"
-    assert Owner().told() == "told"
-    with pytest.raises(ZeroDivisionError), exchange:
-        _ = 1 / 0
-    assert Owner().told() == "told"
+        assert module.answer() == 11
+    assert module.answer() == 11
+    exchange.__exit__(None, None, None)
+    assert module.answer is original
 
 
-def test_who_leaves_last_puts_it_back_in_any_order():
-    before, exchange = Owner.told, Exchange(Owner, "told", louder)
-    exchange.__enter__()
-    exchange.__enter__()
-    exchange.__exit__(None, None, None)
-    assert Owner().told() == "TOLD", "one is inside still"
-    exchange.__exit__(None, None, None)
-    assert Owner.told is before
+def test_a_wrapper_that_another_library_put_over_it_stays_and_reaches_the_original() -> None:
+    module, exchange = answering()
+    with exchange:
+        ours = module.answer
+        theirs = module.answer = lambda: ours() + 100  # type: ignore[attr-defined]
+        assert module.answer() == 111
+    assert module.answer is theirs
+    assert module.answer() == 101
+    with exchange:
+        assert module.answer() == 111, "once"
+    assert module.answer is theirs
