@@ -158,21 +158,33 @@ def test_undefined_rows(n: int, bad: float, device: str) -> None:
     logits[n] = -INF
     values, indices = softmax_topk(logits, k)
     assert values[: n + 1].isnan().all()
-    assert torch.equal(indices[: n + 1].cpu(), torch.arange(k).expand(n + 1, k))
+    expected = reference(logits, k)[1] if device == "cpu" else torch.arange(k).expand(len(logits), k)
+    assert torch.equal(indices[: n + 1].cpu(), expected[: n + 1])
     assert_right(logits[n + 1 :], k)  # a row beside them is not touched
 
 
 @on_each_device
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13, 16, 24, 60, 64, 200])
-def test_ties_take_the_lowest_index(n: int, device: str) -> None:
+def test_ties_take_eagers_index_or_the_lowest_one_on_cuda(n: int, device: str) -> None:
     k = min(n, 7)
     logits = torch.randint(0, 3, (60, n), device=device).float()
     logits[0] = 1.0
     logits[1] = -0.0
     logits[1, ::2] = 0.0
     assert_right(logits, k)
-    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    lowest = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    expected = reference(logits, k)[1] if device == "cpu" else lowest
     assert torch.equal(softmax_topk(logits, k)[1], expected)
+
+
+@pytest.mark.parametrize("n", [8, 17, 64, 200])
+@pytest.mark.parametrize("scale", [1e-7, 1.0, 1e4])
+def test_indices_are_eagers_where_rounded_probabilities_are_equal(n: int, scale: float) -> None:
+    logits = torch.randn(60, n) * scale
+    logits[:20] = logits[:20, torch.arange(n) % 3]
+    logits[20:40] = (torch.arange(n) % 16 == 3).float() * 5  # all that is chosen is in one lane
+    for k in (1, 2, 4, 8):
+        assert torch.equal(softmax_topk(logits, k)[1], reference(logits, k)[1])
 
 
 @on_each_device

@@ -201,8 +201,10 @@ def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest softmax probabilities of each row of logits, and their indices, by one kernel.
 
-    Equal elements are chosen lowest index first. Where eager gives NaN, so does this: a row that has a NaN or +inf, or
-    nothing but -inf, gives NaN values and the indices 0 to k-1. An element of -inf has probability 0. Forward only.
+    On the CPU the indices are eager's: rows in which chosen probabilities are equal or nearly so, or NaN, are computed
+    again by eager, whose order of equal elements follows from its algorithm. On CUDA, where eager's order is any, equal
+    elements are chosen lowest index first, and a row that has a NaN or +inf, or nothing but -inf, gives NaN values and
+    the indices 0 to k-1. An element of -inf has probability 0. Forward only.
 
     Args:
         logits: (..., n) in float32 on the CPU or a CUDA device, of any strides; 1 <= n <= `MAX_N`, and any number of

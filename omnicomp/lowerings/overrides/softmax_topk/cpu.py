@@ -146,8 +146,10 @@ template <int W> INLINE void insert(
   places[0] = above ? place : places[0];
 }
 
+// Returns whether the order of the chosen probabilities is left to eager, whose topk has an order of its own for equal
+// ones, and for a row of NaN. So close ones count as equal that they may be after eager's rounding.
 // DEPTH: how many entries a lane's list has, or 0 if that is known only at run time.
-template <int W, int DEPTH> void one_row(const float* row, int n, int k, int depth_, float* values, int64_t* indices) {
+template <int W, int DEPTH> bool one_row(const float* row, int n, int k, int depth_, float* values, int64_t* indices) {
   typedef typename V<W>::F F;
   typedef typename V<W>::I I;
   const int depth = DEPTH ? DEPTH : depth_;
@@ -191,12 +193,7 @@ template <int W, int DEPTH> void one_row(const float* row, int n, int k, int dep
 
   const int32_t largest = hmax<W>(keys[0]);
   if (hmax<W>(magnitude) > INF_BITS || largest == INF_BITS || unordered(largest) == -__builtin_inff()) {
-    // A NaN or +inf in the row, or nothing but -inf: softmax gives NaN everywhere.
-    for (int t = 0; t < k; t++) {
-      values[t] = __builtin_nanf("");
-      indices[t] = t;
-    }
-    return;
+    return true;  // a NaN or +inf in the row, or nothing but -inf: softmax gives NaN everywhere
   }
   const float maximum = unordered(largest);
 
@@ -223,8 +220,10 @@ template <int W, int DEPTH> void one_row(const float* row, int n, int k, int dep
   std::memcpy(half_places, &complements, sizeof(half_places));
   L low = (__builtin_convertvector(half_keys[0], L) << 32) | (__builtin_convertvector(half_places[0], L) & UINT32_MAX);
   L high = (__builtin_convertvector(half_keys[1], L) << 32) | (__builtin_convertvector(half_places[1], L) & UINT32_MAX);
-  alignas(64) float chosen[MAX_K];
+  alignas(64) float chosen[MAX_K + W];
   int cursor[W] = {};
+  const bool shortened = depth < (n + W - 1) / W;  // a list may be empty, and its lane not
+  bool close = false;
   for (int t = 0; t < k; t++) {
     const int64_t best = hmax64<W / 2>(low > high ? low : high);
     const int32_t place = ~static_cast<int32_t>(best);
@@ -236,20 +235,28 @@ template <int W, int DEPTH> void one_row(const float* row, int n, int k, int dep
     if (entry < depth) {
       std::memcpy(&next_key, reinterpret_cast<const char*>(keys + entry) + lane * 4, 4);
       std::memcpy(&next_place, reinterpret_cast<const char*>(places + entry) + lane * 4, 4);
+    } else {
+      close |= shortened;
     }
     const L next = (static_cast<int64_t>(next_key) * (int64_t{1} << 32) | static_cast<uint32_t>(~next_place)) - L{};
     low = low == best ? next : low;
     high = high == best ? next : high;
   }
-  for (int t = 0; t < k; t += W) {
+  chosen[k] = k < n ? unordered(static_cast<int32_t>(hmax64<W / 2>(low > high ? low : high) >> 32)) : maximum;
+  for (int t = 0; t <= k; t += W) {
     F p;
     std::memcpy(&p, chosen + t, sizeof(p));
     p = exp_nonpositive<W>(p - maximum) / sum;
-    for (int i = 0; i < W && t + i < k; i++) values[t + i] = p[i];
+    std::memcpy(chosen + t, &p, sizeof(p));
   }
+  for (int t = 0; t < k; t++) {
+    values[t] = chosen[t];
+    close |= (t + 1 < k || k < n) && chosen[t + 1] >= chosen[t] * (1.0f - 1e-6f);
+  }
+  return close;
 }
 
-typedef void (*Row)(const float*, int, int, int, float*, int64_t*);
+typedef bool (*Row)(const float*, int, int, int, float*, int64_t*);
 
 template <int W> Row with_depth(int depth) {
   switch (depth) {
@@ -271,7 +278,8 @@ constexpr int WIDEST = 4;
 
 }  // namespace
 
-extern "C" void omnicomp_softmax_topk(
+// Returns how many rows are left to eager; these have a NaN for their first value.
+extern "C" int64_t omnicomp_softmax_topk(
     const float* logits, int64_t rows, int64_t row_stride, int32_t n, int32_t k, float* values, int64_t* indices,
     int32_t threads) {
   const int width = WIDEST == 16 && n >= 16 ? 16 : WIDEST >= 8 && n >= 8 ? 8 : 4;
@@ -280,12 +288,15 @@ extern "C" void omnicomp_softmax_topk(
   const Row row = width == 16 ? with_depth<WIDEST>(depth)
                   : width == 8 ? with_depth<(WIDEST < 8 ? WIDEST : 8)>(depth)
                                : with_depth<4>(depth);
-  if (threads <= 1) {
-    for (int64_t r = 0; r < rows; r++) row(logits + r * row_stride, n, k, depth, values + r * k, indices + r * k);
-    return;
+  int64_t left = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : left) if (threads > 1)
+  for (int64_t r = 0; r < rows; r++) {
+    if (row(logits + r * row_stride, n, k, depth, values + r * k, indices + r * k)) {
+      values[r * k] = __builtin_nanf("");
+      left++;
+    }
   }
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t r = 0; r < rows; r++) row(logits + r * row_stride, n, k, depth, values + r * k, indices + r * k);
+  return left;
 }
 """
 
@@ -317,7 +328,7 @@ def _build() -> Kernel | None:
         )
         return None
     run.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32]
-    run.restype = None
+    run.restype = c_int64
 
     def call(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         shape = (*logits.shape[:-1], k)
@@ -330,7 +341,7 @@ def _build() -> Kernel | None:
         rows = table.shape[0]
         if rows:
             # ctypes releases the GIL meanwhile.
-            run(
+            left = run(
                 table.data_ptr(),
                 rows,
                 table.stride(0),
@@ -340,6 +351,10 @@ def _build() -> Kernel | None:
                 indices.data_ptr(),
                 _threads(rows, n, k),
             )
+            if left:
+                those = values.view(-1, k)[:, 0].isnan().nonzero().squeeze(1)
+                chosen = torch.topk(torch.softmax(table[those], dim=-1), k, dim=-1)
+                values.view(-1, k)[those], indices.view(-1, k)[those] = chosen
         return values, indices
 
     return call
