@@ -216,7 +216,7 @@ def _with_variants(
 
 
 def reset() -> None:
-    """Forget recorded CUDA graphs, and free copies of weights; `torch.compiler.reset()` calls it."""
+    """Forget recorded CUDA graphs and free copies of weights; `torch.compiler.reset()` calls it."""
     compile_fx.reset_cudagraphs()
     weights.clear()
 

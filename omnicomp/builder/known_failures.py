@@ -6,7 +6,6 @@ no tensor. Failures of the moment or the machine, such as memory or a missing co
 
 import dataclasses
 import hashlib
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
 from omnicomp.analysis.exact_hash import exact_hash
+from omnicomp.forks import new_lock
 from omnicomp.lowerings import MAIN, LoweringContext
 from omnicomp.store import JsonStore, append, folder, read_trusted
 from omnicomp.timeline import Cache, Reason
@@ -104,7 +104,7 @@ class PartVerdicts:
             context: where it belongs.
         """
         self._context = context
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._enabled = context.policy.verdicts != "off" and MAIN.name in context.device.lowerings and keeps_caches()
         self._entry = Entry(key="")
         if self._enabled:

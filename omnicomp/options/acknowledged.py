@@ -12,13 +12,13 @@ import dataclasses
 import datetime
 import importlib
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from omnicomp.errors import AcknowledgeError, nearest
 from omnicomp.escapes import one_line
+from omnicomp.forks import new_lock
 from omnicomp.privacy import logger
 
 __all__ = ["FILE", "Acknowledged", "Entry", "find", "load", "load_and_tell", "parse", "read"]
@@ -84,7 +84,7 @@ def load(folder: Path | None = None, today: datetime.date | None = None) -> Ackn
 
 
 _told: set[str] = set()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def load_and_tell() -> Acknowledged:

@@ -5,13 +5,13 @@ call. The timeline tells what happened, and the report that is made of it is jud
 that the budget, the audit and `omnicomp check` count the same. Nothing here changes what is compiled.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from omnicomp._torch.dynamo import control_flow
 from omnicomp.errors import FallbackError, harmless
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.options.acknowledged import load_and_tell
 from omnicomp.options.fallback_limits import FallbackBudget
@@ -44,7 +44,7 @@ class _Watch:
         self._graph, self._budget = graph, budget
         self._told = 0
         self._error = ""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def before(self) -> None:
         """Refuse a call of a graph that is known to be over its budget, where that is an error."""

@@ -1,11 +1,11 @@
 """The warning that is logged by default: which operators of a compiled graph fell back, and why."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from omnicomp.errors import harmless
 from omnicomp.escapes import one_line
+from omnicomp.forks import new_lock
 from omnicomp.options.acknowledged import load_and_tell
 from omnicomp.options.policy import Policy
 from omnicomp.options.selectors import selects
@@ -18,7 +18,7 @@ log = logger("omnicomp")
 
 _SHOWN: Final = 3
 _said: set[tuple[str, str]] = set()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def notify(graph: str, policy: Policy) -> None:

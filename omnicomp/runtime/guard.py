@@ -10,7 +10,6 @@ holds are read from the frames of the error.
 
 import dataclasses
 import gc
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -25,6 +24,7 @@ from omnicomp._torch.user_code import has_begun, has_effects, raised_by
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.analysis.random_state import SEEDED, SEEDS, GeneratorStates, default_generators, draws_at_random
 from omnicomp.errors import add_note, first_line, harmless
+from omnicomp.forks import new_lock
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.timeline import Reason
 from omnicomp.timeline.step_down import record_step_down
@@ -172,7 +172,7 @@ class Guard:
     operators: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._next: Executable | None = None
         self.stepped_down = False
         self.differentiated = False

@@ -1,12 +1,12 @@
 """Wall time of the calls of each subgraph: the option `timing`."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from omnicomp.errors import harmless
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.timeline import Timing
 
@@ -28,7 +28,7 @@ def timed(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
     """
     if not context.policy.timing:
         return call
-    device, lock = context.device, threading.Lock()
+    device, lock = context.device, new_lock()
     calls, total, fastest = 0, 0.0, math.inf
 
     def observed(inputs: list[Any]) -> Sequence[Any]:

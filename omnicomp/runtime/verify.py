@@ -5,7 +5,6 @@ Half precision is allowed what eager loses in it, and float32 what the order of 
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.accuracy import PRECISIONS, Judged, copy_of, judge
 from omnicomp.analysis.nodes import op_name
 from omnicomp.errors import LoweringError, first_line, harmless
+from omnicomp.forks import new_lock
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
@@ -66,7 +66,7 @@ class Verifier:
     on_wrong: Callable[[Reason], Reason] = lambda reason: reason
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._done = False
         self._eager: Executable | None = None
         self._replaced: Boxed | None = None

@@ -9,7 +9,6 @@ their placement, and each piece that a lowering was given. If nobody asks, `dump
 import difflib
 import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +18,7 @@ from torch.fx import GraphModule
 from omnicomp._torch import structured
 from omnicomp._torch.logs import register
 from omnicomp.errors import harmless
+from omnicomp.forks import new_lock
 from omnicomp.privacy import cleaner, logger
 from omnicomp.store import write_whole
 from omnicomp.timeline.recorder import rank
@@ -29,7 +29,7 @@ NAME: Final = "omnicomp_graphs"
 log = logger(NAME)
 register(NAME)
 
-_lock = threading.Lock()
+_lock = new_lock()
 _folder: Path | None = None
 _counts: Final[dict[str, int]] = {}
 _last: Final[dict[tuple[str, str], tuple[str, str]]] = {}

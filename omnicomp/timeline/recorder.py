@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
+from omnicomp.forks import new_lock
 from omnicomp.privacy import cleaner, logger
 from omnicomp.timeline.events import Event
 
@@ -50,7 +51,7 @@ class Timeline:
     """Append-only list of events with sinks."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._events: list[Event] = []
         self._sinks: dict[str, Sink] = {}
         self._graphs = itertools.count()
@@ -133,15 +134,6 @@ class Timeline:
 
 _current = Timeline()
 _drafts: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("omnicomp.timeline", default=None)
-
-
-def _renew_lock() -> None:
-    """Replace the lock after a fork: the thread that held it does not exist in the child."""
-    _current._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def current() -> Timeline:

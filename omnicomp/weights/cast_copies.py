@@ -12,7 +12,6 @@ stays. Each call of a graph looks whether its copies still hold:
 What passes this by is listed in docs/dtypes.md; `DtypePolicy(weights="call")` casts in each call instead.
 """
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -23,6 +22,7 @@ from torch.nn import Parameter
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, stream_of, weak_storage
+from omnicomp.forks import new_lock
 from omnicomp.weights import observer
 from omnicomp.weights.forms import Form
 
@@ -105,7 +105,8 @@ class _Copy:
 
 _watched: Final[weakref.WeakValueDictionary[int, _Watched]] = weakref.WeakValueDictionary()
 # Held while copies are made: a graph that finds one made by another thread must find it filled.
-_making: Final = threading.RLock()
+# A copy that a thread was making is not there in a forked child.
+_making: Final = new_lock(lost=lambda: changed())
 
 
 class _Order:

@@ -4,7 +4,6 @@
 number of touches in each call; `mark` is one object to compare where nothing was touched at all.
 """
 
-import threading
 import weakref
 from typing import Final
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owns_alone
+from omnicomp.forks import new_lock
 
 __all__ = ["Followed", "find", "follow", "mark", "stop", "touched"]
 
@@ -43,7 +43,7 @@ class _Sight:
 
 
 _followed: Final[weakref.WeakValueDictionary[int, Followed]] = weakref.WeakValueDictionary()
-_following: Final = threading.Lock()
+_following: Final = new_lock()
 
 
 def mark() -> object:

@@ -22,7 +22,7 @@ ORDER = (
     ("_torch",),
     ("errors",),
     ("privacy",),
-    ("escapes",),
+    ("escapes", "forks"),
 )
 LEVEL = {room: level for level, rooms in enumerate(reversed(ORDER)) for room in rooms}
 

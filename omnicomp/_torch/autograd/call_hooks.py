@@ -11,12 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omnicomp.forks import new_lock
+
 __all__ = ["Listener", "tapped", "untapped", "widened"]
 
 Listener = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 """Gets an operator, its arguments, and what it calls; returns what the caller gets."""
 
-_lock: Final = threading.Lock()
+_lock: Final = new_lock()
 _taps: Final[dict[OpOverload, tuple["_Tap", int]]] = {}
 _local: Final = threading.local()
 

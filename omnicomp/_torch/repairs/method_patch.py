@@ -1,10 +1,11 @@
 """A function of torch's that is another one for a while, also when threads that want it overlap."""
 
 import functools
-import threading
 from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
+
+from omnicomp.forks import new_lock
 
 __all__ = ["Exchange"]
 
@@ -27,7 +28,7 @@ class Exchange:
             make: gets the method, and returns what takes its place.
         """
         self._owner, self._name, self._make = owner, name, make
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._inside = 0
         self._leave: Callable[[], None] = lambda: None
 

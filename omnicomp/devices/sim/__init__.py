@@ -11,14 +11,14 @@ Importing this package builds nothing and registers nothing; `enable` does, once
 
 import importlib
 import sys
-import threading
 from types import ModuleType
 
 from omnicomp.errors import DeviceError
+from omnicomp.forks import new_lock
 
 __all__ = ["enable", "is_enabled", "unavailable_reason"]
 
-_lock = threading.Lock()
+_lock = new_lock()
 _with_inductor: list[bool] = []
 
 

@@ -23,6 +23,7 @@ from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor.own_context import apart, is_symbolic, with_fixed_sizes
 from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.errors import EngineError
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
@@ -137,7 +138,7 @@ class Program:
         self._complex = any(value.is_complex() or value.is_neg() for value in tensors)
         self._built: OrderedDict[tuple[Any, ...], _Built] = OrderedDict()
         self._rebuilt = 0
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._last: _Built | None = None
 
     def build(self) -> None:

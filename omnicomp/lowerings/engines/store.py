@@ -9,12 +9,12 @@ import contextlib
 import hashlib
 import os
 import platform
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from omnicomp.forks import new_lock
 from omnicomp.privacy import logger
 from omnicomp.store import folder, oldest_first, read_trusted, write_whole
 
@@ -31,8 +31,8 @@ class Store:
 
     def __init__(self) -> None:
         self._memory: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
-        self._building: dict[str, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._building: dict[str, Any] = {}
+        self._lock = new_lock()
 
     def get(
         self,
@@ -63,7 +63,7 @@ class Store:
         """
         own = f"{key} {owner}"
         with self._lock:
-            lock = self._building.setdefault(own, threading.Lock())
+            lock = self._building.setdefault(own, new_lock())
         with lock:
             found = self._memory.get(own)
             if found is not None:

@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ import torch
 from omnicomp._torch.autograd import overrides as torch_overrides
 from omnicomp._torch.autograd.overrides import OpOverload
 from omnicomp.errors import OptionError, OverrideError, nearest
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
 from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.options.checks import listed
@@ -43,7 +43,7 @@ log = logger("omnicomp.overrides")
 GROUP: Final = "omnicomp.overrides"
 
 _registry: dict[str, Override] = {}
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def override(

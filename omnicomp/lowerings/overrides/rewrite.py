@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.patterns import Match, Pattern, build_pattern
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.lowerings.overrides.registry import enabled
@@ -110,7 +111,7 @@ def excluded(item: Override, nodes: Sequence[Node], context: LoweringContext) ->
 
 # With the override, as another one may get its name.
 _patterns: Final[dict[str, tuple[Override, Pattern]]] = {}
-_lock: Final = threading.RLock()
+_lock: Final = new_lock()
 _active: Final = threading.local()
 
 

@@ -1,7 +1,6 @@
 """Overrides of whole blocks: before autograd, one call takes the place of everything that a module computes."""
 
 import dataclasses
-import threading
 from operator import getitem
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.symbols import expression
 from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
@@ -25,7 +25,7 @@ log = logger("omnicomp.overrides")
 
 _KEPT: Final = 1024
 _matched: Final[dict[tuple[str, str], "Matched"]] = {}
-_lock: Final = threading.Lock()
+_lock: Final = new_lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ edited.
 
 import hashlib
 import platform
-import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.stable_identity import size_class
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.store import JsonStore
 from omnicomp.timeline import Reason
@@ -24,7 +24,7 @@ __all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "trust"
 # A class of arguments is as good as the text that names it; the reason is for a person.
 _RIGHT: Final = JsonStore[str]("overrides/trusted", str, str)
 _WRONG: Final = JsonStore[Reason]("overrides/distrusted", Reason.to_dict, Reason.from_dict)
-_lock: Final = threading.Lock()
+_lock: Final = new_lock()
 _trusted: Final[set[str]] = set()
 _distrusted: Final[dict[str, Reason | None]] = {}
 

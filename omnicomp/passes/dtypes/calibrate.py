@@ -12,7 +12,6 @@ Results are cached by the graph, in the process and on disk, and not by the valu
 import dataclasses
 import hashlib
 import math
-import threading
 import time
 import types
 from collections import Counter
@@ -26,6 +25,7 @@ from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp.analysis.exact_hash import exact_hash
 from omnicomp.analysis.nodes import op_name, submodules
 from omnicomp.errors import first_line
+from omnicomp.forks import new_lock
 from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy
 from omnicomp.passes.dtypes import trial_runs
@@ -47,7 +47,7 @@ _GROUPS: Final = 48
 _KNOWN_AT_MOST: Final = 512
 _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 _known: Final[dict[str, "Finding"]] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

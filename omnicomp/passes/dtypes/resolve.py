@@ -1,13 +1,13 @@
 """What a policy comes to on a device: `auto` decided, dtypes that it lacks refused, slow ones told."""
 
 import dataclasses
-import threading
 from typing import Final
 
 import torch
 
 from omnicomp.devices import Device
 from omnicomp.devices.cpu import instruction_set
+from omnicomp.forks import new_lock
 from omnicomp.options.dtype_policy import DtypePolicy, short
 from omnicomp.passes.dtypes import speeds
 from omnicomp.privacy import logger
@@ -20,7 +20,7 @@ log = logger("omnicomp")
 NAME: Final = "dtype_policy"
 # Below this, what casts cost is not earned back.
 _WORTH: Final = 1.1
-_lock = threading.Lock()
+_lock = new_lock()
 _warned: Final[set[torch.dtype]] = set()
 
 

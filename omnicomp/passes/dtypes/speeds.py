@@ -8,7 +8,6 @@ process, and on disk next to omnicomp's other caches. What else the machine does
 import dataclasses
 import hashlib
 import platform
-import threading
 import time
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ import torch
 
 from omnicomp._torch.dtypes import undisturbed
 from omnicomp.devices.cpu import cpu_flags
+from omnicomp.forks import new_lock
 from omnicomp.options.dtype_policy import short
 from omnicomp.store import JsonStore
 
@@ -24,7 +24,7 @@ __all__ = ["SIZE", "Speed", "forget", "measured"]
 SIZE: Final = 256
 _ROUNDS: Final = (5, 25)
 _SECONDS: Final = 0.05
-_lock = threading.Lock()
+_lock = new_lock()
 _known: Final[dict[str, "Speed"]] = {}
 
 

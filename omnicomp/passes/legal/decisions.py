@@ -1,7 +1,6 @@
 """What the pass `legalise` decided, node by node, and how it is told: events, one log line a graph, errors."""
 
 import dataclasses
-import threading
 from typing import Final
 
 import torch
@@ -9,6 +8,7 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LegaliseError
+from omnicomp.forks import new_lock
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.legal.dtypes import explain, short
@@ -22,7 +22,7 @@ log = logger("omnicomp")
 LEVER: Final = "cast to a dtype that the device has, or run this part on a device that has it"
 _NAMES: Final = 8  # of nodes, in one event
 _said: set[tuple[str, str]] = set()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 @dataclasses.dataclass(kw_only=True)

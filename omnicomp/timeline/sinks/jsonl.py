@@ -7,13 +7,13 @@ import re
 import select
 import socket
 import stat
-import threading
 from pathlib import Path
 from typing import IO, Any, Final
 
 from omnicomp import privacy
 from omnicomp.errors import OptionError
 from omnicomp.escapes import one_line
+from omnicomp.forks import new_lock
 from omnicomp.privacy import logger
 from omnicomp.store import make_folder
 from omnicomp.timeline.files import ROTATED
@@ -43,7 +43,7 @@ _PATIENCE: Final = 5
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 _unwritable: set[str] = set()
-_unwritable_lock = threading.Lock()
+_unwritable_lock = new_lock()
 
 
 def expand(path: str) -> Path:

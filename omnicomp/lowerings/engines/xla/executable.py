@@ -8,13 +8,13 @@ is kept until those are done.
 
 import collections
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 from omnicomp.errors import EngineError
+from omnicomp.forks import new_lock
 from omnicomp.lowerings.engines.base import EngineExecutable, Session, aligned
 from omnicomp.lowerings.engines.subgraph import Results
 from omnicomp.lowerings.engines.xla.library import jax
@@ -95,7 +95,7 @@ class _Loan:
 
 
 _returned: Final[collections.deque[tuple[Any, torch.Tensor]]] = collections.deque()
-_giving: Final = threading.Lock()
+_giving: Final = new_lock()
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The CPU kernel of `softmax_topk`: C++ on vector extensions, compiled at first use by Inductor's compiler driver."""
 
 import functools
-import threading
 from collections.abc import Callable
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Final
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omnicomp._torch.inductor import cpp
+from omnicomp.forks import new_lock
 from omnicomp.privacy import logger
 
 __all__ = ["SOURCE", "kernel"]
@@ -17,7 +17,7 @@ __all__ = ["SOURCE", "kernel"]
 Kernel = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 _log = logger("omnicomp.overrides")
-_lock = threading.Lock()
+_lock = new_lock()
 
 # Units of work (see `_threads`) below which a further thread costs more to wake than it saves: about 12 microseconds.
 _UNITS_PER_THREAD: Final = 16384
