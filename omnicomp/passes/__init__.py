@@ -17,6 +17,7 @@ from omnicomp.passes.repairs import (
     RepairFirstCall,
     RepairLosses,
     RepairOut,
+    RepairReturnedInputs,
     RepairTangents,
     RepairUint8Resize,
 )
@@ -35,6 +36,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     RepairOut(),
     RepairDropout(),
     RepairTangents(),
+    RepairReturnedInputs(),
     RepairUint8Resize(),
     RepairFirstCall(),
 )

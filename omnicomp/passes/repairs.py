@@ -17,7 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.nn import _reduction
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.repairs import first_call, overlapping_tangents, uint8_resize
+from omnicomp._torch.repairs import first_call, overlapping_tangents, returned_inputs, uint8_resize
 from omnicomp._torch.repairs.needed import Needed
 from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
 from omnicomp.passes.attention.nodes import kind
@@ -29,6 +29,7 @@ __all__ = [
     "RepairFirstCall",
     "RepairLosses",
     "RepairOut",
+    "RepairReturnedInputs",
     "RepairTangents",
     "RepairUint8Resize",
     "multilabel_margin_loss",
@@ -266,6 +267,26 @@ def _may_overlap(value: Tensor) -> bool:
     sizes, strides = tuple(value.shape), value.stride()
     known = all(type(number) is int for number in (*sizes, *strides))  # a comparison of symbols would be a guard
     return not known or overlapping_tangents.may_overlap(sizes, strides)
+
+
+class RepairReturnedInputs(_WhileTraced):
+    """Returns inputs that are written to in the places of the outputs that they are."""
+
+    name: ClassVar[str] = "repair_returned_inputs"
+    needed: ClassVar[Needed] = returned_inputs.NEEDED
+
+    def meets(self, module: GraphModule, context: PassContext) -> bool:
+        """Whether the graph is differentiated, and returns what it may have written to."""
+        return context.training and any(_written_to(node) for node in module.graph.output_node().all_input_nodes)
+
+    def in_force(self) -> Any:
+        """A context manager."""
+        return returned_inputs.returned_in_their_places()
+
+
+def _written_to(node: Node) -> bool:
+    name = op_name(node)
+    return node.op == "placeholder" or name.endswith("_") or name.startswith("operator.i")
 
 
 class RepairUint8Resize(_WhileTraced):

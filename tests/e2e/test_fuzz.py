@@ -49,7 +49,7 @@ def test_a_failure_is_reduced_to_the_lines_that_it_needs():
         options={"lowerings": ["eager"]},
     )
     smallest = reduce(program, lambda p: "refuse" in p.source() and bool(p.statements), seconds=30)
-    assert [s.text for s in smallest.statements] == ["x3 = torch.ops.fuzz.refuse(a0)"] or len(smallest.statements) <= 2
+    assert len(smallest.statements) == 1
     assert smallest.attributes == ()
     assert len(smallest.sizes) == 1
 

@@ -18,6 +18,7 @@ from omnicomp.passes.repairs import (
     RepairFirstCall,
     RepairLosses,
     RepairOut,
+    RepairReturnedInputs,
     RepairTangents,
     RepairUint8Resize,
 )
@@ -100,6 +101,7 @@ def check_graph(repair: Repair, graph: torch.fx.GraphModule, before: str, after:
     ("repair", "function", "met", "other"),
     [
         (RepairTangents(), lambda x: x.unfold(0, 2, 1), torch.ones(4), None),
+        (RepairReturnedInputs(), lambda x: x.sin().add_(1), torch.ones(4), None),
         (
             RepairUint8Resize(),
             lambda x: torch.ops.aten.upsample_bilinear2d.default(x, (3, 3), False),

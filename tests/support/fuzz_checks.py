@@ -228,8 +228,10 @@ class _Comparison:
             if got.sharing != wanted.sharing:
                 return Failure("sharing", f"{got.sharing} instead of {wanted.sharing}")
         for kind, field in (("value", "values"), ("state", "state"), ("gradient", "gradients")):
-            pairs = zip(getattr(got, field), getattr(wanted, field), strict=True)
-            for index, (g, w) in enumerate(pairs):
+            ours, eagers = getattr(got, field), getattr(wanted, field)
+            if len(ours) != len(eagers):
+                return Failure(kind, f"{len(ours)} instead of {len(eagers)}")
+            for index, (g, w) in enumerate(zip(ours, eagers, strict=True)):
                 message = self._value(g, w, number, field, index)
                 if message:
                     return Failure(kind, f"{kind} {index}: {message}")

@@ -207,10 +207,10 @@ class _Drawing:
         if error:
             return None
         if self._rng.random() < 0.04:
-            refusal = Statement(f"{outputs[0]} = torch.ops.fuzz.refuse({self._arguments[0]})")
+            refusal = Statement(f"x0 = torch.ops.fuzz.refuse({self._arguments[0]})")
             place = self._rng.randint(0, len(self._statements))
             statements = (*self._statements[:place], refusal, *self._statements[place:])
-            program = dataclasses.replace(program, statements=statements)
+            program = dataclasses.replace(program, statements=statements, outputs=("x0", *program.outputs))
         return program
 
     def _options(self, lowerings: str) -> dict[str, Any]:

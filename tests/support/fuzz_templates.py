@@ -129,7 +129,7 @@ OTHERS = _templates("""
     {T}.to('cpu', copy=True) ; {F}.double().float() ; torch.as_tensor({T}) ; torch.scalar_tensor({s}) + {F} ;
     torch.is_grad_enabled() * {F} ; F.softmax({F}.detach(), -1) * {1} ; {F}.requires_grad * {1} ;
     torch.tril_indices({k}, 3) ; torch.cartesian_prod({F1}, {F1}) ; torch.compiler.is_compiling() * 0 + {F} ;
-    {F}.register_hook(lambda g: g * 2) and {1} ; {T}.numel() * {F} ; max(size, 3) * {F}
+    {F}.register_hook(lambda g: None if g is None else g * 2) and {1} ; {T}.numel() * {F} ; max(size, 3) * {F}
 """)
 PAIRS = _templates("""
     {F}.max({d}) ; {R}.min({d}) ; {F}.sort({d}, stable=True) ; {F}.topk(2, {d}) ; torch.var_mean({F}, {d}) ;
@@ -151,7 +151,7 @@ WRITES = _templates("""
     {F}.index_put_(({I1}.clamp(0, 1),), {F~}, accumulate=True) ; {R} -= 1 ; {T}.copy_({1}.flip(0)) ;
     {F}.lerp_({F=}, 0.3) ; {B}.logical_not_() ; {T}.swapaxes_({d}, {e}) ; {F}.addcmul_({F~}, {F~}) ;
     {T}.resize_(2, 2) ; {T}.set_({T}) ; torch.sort({F}, stable=True, out=({F=}, {I=})) ; {I} //= 2 ;
-    F.relu({F}, inplace=True) ; torch._foreach_mul_([{F}, {F}], 2.0) ; {F}.retain_grad()
+    F.relu({F}, inplace=True) ; torch._foreach_mul_([{F}, {F}.clone()], 2.0) ; {F}.retain_grad()
 """)
 STATE = _templates("""
     self.{b}.add_({s}) ; self.{b}.mul_(0.9).add_({F}.detach().mean()) ; self.{b} = self.{b} + {F~}.detach().mean() ;
