@@ -71,7 +71,8 @@ def raised_by(error: BaseException) -> str:
     """What of the program raised an error in a call of an executable: an operator, or `file:line`; else empty.
 
     The traceback is read from the executable on. The first operator decides that is not torch's. In Python without
-    such an operator, it is the first frame behind generated code that belongs to no compiler.
+    such an operator, it is the first frame behind generated code that belongs to no compiler. Where generated code
+    raises by itself, it checks what the program asserted of sizes and scalars (`torch._check`).
     """
     generated = False
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -84,6 +85,8 @@ def raised_by(error: BaseException) -> str:
         elif generated and _is_python_of_user(frame):
             return f"{frame.f_code.co_filename}:{line}"
         generated = generated or _is_generated(frame)
+        if _asserts(frame, line):
+            return f"{frame.f_code.co_filename}:{line}"
     return ""
 
 
@@ -112,6 +115,10 @@ def _is_users(operator: OpOverload | OpOverloadPacket) -> bool:
 def _is_generated(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     return name.startswith(_GENERATED) or frame.f_code.co_filename.startswith("<eval_with_key>")
+
+
+def _asserts(frame: FrameType, line: int) -> bool:
+    return _is_generated(frame) and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
 
 
 def _is_python_of_user(frame: FrameType) -> bool:

@@ -13,6 +13,7 @@ from omnicomp.passes.base import Pass, PassContext, PassResult, run_pipeline
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.passes.legalise import Legalise
 from omnicomp.passes.repairs import (
+    RepairAssertions,
     RepairDropout,
     RepairFirstCall,
     RepairLosses,
@@ -35,6 +36,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     RepairLosses(),
     RepairOut(),
     RepairDropout(),
+    RepairAssertions(),
     RepairTangents(),
     RepairReturnedInputs(),
     RepairUint8Resize(),

@@ -25,6 +25,7 @@ from omnicomp.passes.base import Pass, PassContext
 
 __all__ = [
     "Repair",
+    "RepairAssertions",
     "RepairDropout",
     "RepairFirstCall",
     "RepairLosses",
@@ -226,6 +227,35 @@ def _drops_nothing(node: Node) -> bool:
     given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
     share, training = given.get("p", 0.5), given.get("training", given.get("train", True))
     return bool(node.args) and not given.get("inplace") and (training is False or (type(share) is float and share == 0))
+
+
+class RepairAssertions(Repair):
+    """Gives a message to assertions of tensors that have none.
+
+    Autograd's dead code elimination knows `aten._assert_async.msg` as impure, and drops `aten._assert_async`:
+    `torch.compile(lambda x: (torch._assert_async((x > 0).all()), x + 1)[1], backend="aot_eager")` raises for no `x`.
+    """
+
+    name: ClassVar[str] = "repair_assertions"
+    needed: ClassVar[Needed] = Needed(first="2.11")
+
+    def meets(self, module: GraphModule, context: PassContext) -> bool:
+        """Whether there is an assertion without a message."""
+        return any(map(_is_silent_assertion, module.graph.nodes))
+
+    def run(self, module: GraphModule, context: PassContext) -> PassResult:
+        """Give them the message that eager's operator has."""
+        for node in filter(_is_silent_assertion, module.graph.nodes):
+            context.count(self.name)
+            node.args = (*node.args, "Expected Tensor with single nonzero value, but got zero")
+            if node.target is torch.ops.aten._assert_async.default:
+                node.target = torch.ops.aten._assert_async.msg
+        return PassResult(module, True)
+
+
+def _is_silent_assertion(node: Node) -> bool:
+    targets = (torch._assert_async, torch.ops.aten._assert_async, torch.ops.aten._assert_async.default)
+    return node.op == "call_function" and node.target in targets and len(node.args) + len(node.kwargs) == 1
 
 
 class _WhileTraced(Repair):

@@ -14,6 +14,7 @@ from omnicomp.devices import resolve_device
 from omnicomp.passes.base import PassContext, run_pipeline
 from omnicomp.passes.repairs import (
     Repair,
+    RepairAssertions,
     RepairDropout,
     RepairFirstCall,
     RepairLosses,
@@ -83,6 +84,23 @@ def test_dropout_that_drops_nothing_is_its_input() -> None:
     graph = captured(lambda x: F.dropout(x, 0.5, training=False) + 1, torch.ones(3))
     before = "dropout = torch.nn.functional.dropout(x, 0.5, training = False)\nadd = dropout + 1"
     check_graph(RepairDropout(), graph, before, "add = x + 1")
+
+
+def test_an_assertion_gets_a_message() -> None:
+    def function(x: Tensor) -> Tensor:
+        torch._assert_async((x > 0).all())
+        return x + 1
+
+    check_graph(
+        RepairAssertions(),
+        captured(function, torch.ones(3)),
+        "gt = x > 0\nall_1 = gt.all()\n_assert_async = torch._assert_async(all_1)\nadd = x + 1",
+        "gt = x > 0\nall_1 = gt.all()\n_assert_async = torch._assert_async(all_1, 'Expected Tensor with single nonzero"
+        " value, but got zero')\nadd = x + 1",
+    )
+    call = torch.compile(function, backend="omni", options={"lowerings": ["eager"]})
+    with pytest.raises(RuntimeError, match="single nonzero value"):
+        call(-torch.ones(3))
 
 
 def check_graph(repair: Repair, graph: torch.fx.GraphModule, before: str, after: str) -> None:

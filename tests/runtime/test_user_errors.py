@@ -223,3 +223,18 @@ def test_operators_of_the_program_are_found_wherever_a_graph_holds_them() -> Non
 
     torch.compile(Branches(), backend=backend)(torch.ones(2), torch.ones(2))
     assert [set(names) for names in found] == [{"their_library.check", "their_library.impl"}]
+
+
+@pytest.mark.inductor
+def test_what_the_program_asserts_of_a_scalar_is_raised_and_not_repeated() -> None:
+    def function(x: Tensor) -> Tensor:
+        size = x.sum().item()
+        torch._check(size >= 2)
+        return torch.ones(size) * 2
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        call = torch.compile(function, backend="omni")
+        assert call(torch.tensor([1, 2])).shape == (3,)
+        with pytest.raises(RuntimeError, match="u0 >= 2"):
+            call(torch.tensor([1, 0]))
+    assert not retreats()
