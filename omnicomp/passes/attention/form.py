@@ -2,19 +2,25 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 from omnicomp.passes.attention.reader import Reader
-from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Scale, Site, Step, axes_in
+from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Narrow, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Read, Term, flat
 from omnicomp.passes.attention.trace import Value
 
-__all__ = ["SWALLOWS", "Form", "dense_form", "is_finite", "number", "open_form"]
+__all__ = ["SWALLOWS", "Form", "dense_form", "is_finite", "least_added", "number", "open_form", "positive_scale"]
 
 # A number below this swallows, when it is added, scores of any usual size.
 SWALLOWS: Final = -1e8
+# No bias that a program reads from memory is taken to lift a number below this.
+_BEYOND_LIFT: Final = -1e30
+_LEAST_IN_HALF: Final = torch.finfo(torch.float16).min
+# A score that is so far below another one has a weight of 0, also in double precision.
+_NO_WEIGHT: Final = 1000.0
 # Trained parameters are taken to be small: added to the most negative number of any dtype, they do not overflow.
 _TRAINED: Final = 8.0
 # Queries and keys are fewer.
@@ -74,7 +80,8 @@ def dense_form(site: Site, reader: Reader) -> Form:
         raise _ended(site, "the scores are used twice before the softmax", "one use")
     scale, factors, mask = site.scale, list(site.factors), list[Step]()
     queries_and_keys = {*flat(site.queries), *flat(site.keys)}
-    for step in site.steps:
+    steps = _narrowed(site, site.steps, reader)
+    for number_of_step, step in enumerate(steps):
         if isinstance(step, Scale):
             constant = number(step.term)
             if constant is not None:
@@ -97,6 +104,7 @@ def dense_form(site: Site, reader: Reader) -> Form:
                     lever="fill with torch.finfo(scores.dtype).min",
                     code="not_equal",
                 )
+            _check_hidden(site, value, steps[number_of_step + 1 :], reader)
             mask.append(step)
         elif isinstance(step, Floor):
             if not _absorbs(step.value, torch.float32):
@@ -106,6 +114,7 @@ def dense_form(site: Site, reader: Reader) -> Form:
             if mask:  # scores alone do not reach the bound
                 mask.append(step)
         elif isinstance(step, Add):
+            _check_hidden(site, least_added(step, reader), steps[number_of_step + 1 :], reader, added=True)
             mask.append(step)
         else:
             raise _ended(
@@ -125,6 +134,118 @@ def dense_form(site: Site, reader: Reader) -> Form:
     form = Form(scale=scale, factors=factors, mask=mask, batch=batch, heads=0, shared=shared)
     form.heads = _heads(site, form)
     return form
+
+
+def positive_scale(form: Form, dtype: torch.dtype) -> Form:
+    """The form with a scale that is positive in float32; the rest is a factor.
+
+    The kernels multiply the -inf of what `is_causal` hides by the scale (torch 2.13 on the CPU:
+    `scaled_dot_product_attention(q, k, v, is_causal=True, scale=-1.0)` is NaN).
+    """
+    scale, factors = abs(form.scale), list(form.factors)
+    if form.scale < 0:
+        factors.append(Scale(Number(dtype=dtype, value=-1.0)))
+    if scale < torch.finfo(torch.float32).tiny:
+        factors.append(Scale(Number(dtype=dtype, value=scale)))
+        scale = 1.0
+    return dataclasses.replace(form, scale=scale, factors=factors)
+
+
+def _narrowed(site: Site, steps: Sequence[Step | Narrow], reader: Reader) -> list[Step]:
+    """The steps with each cast to a smaller range carried out in what was filled or added before it."""
+    made: list[Step] = []
+    for step in steps:
+        if isinstance(step, Narrow):
+            made = [_overflowed(site, before, step.least, reader) for before in made]
+        else:
+            made.append(step)
+    return made
+
+
+def _overflowed(site: Site, step: Step, least: float, reader: Reader) -> Step:
+    if isinstance(step, Fill):
+        value = number(step.value)
+        low = value is not None and value < least
+        return Fill(step.condition, Number(dtype=step.value.dtype, value=-math.inf)) if low else step
+    if not isinstance(step, Add) or not axes_in(step.term) & set(flat(site.keys)):
+        return step
+    term, dtype = step.term, step.term.dtype
+    bound, far = (-least, math.inf) if step.negative else (least, -math.inf)
+    low, high = _range(term, reader, {})
+    if not dtype.is_floating_point or torch.finfo(dtype).min >= least or (-high if step.negative else low) >= least:
+        return step
+    beyond = Apply(dtype=torch.bool, op="gt" if step.negative else "lt", args=(term, Number(dtype=dtype, value=bound)))
+    return Add(Apply(dtype=dtype, op="where", args=(beyond, Number(dtype=dtype, value=far), term)), step.negative)
+
+
+def least_added(step: Add, reader: Reader) -> float:
+    """The least number that a step is known to add, if it is known to add one that swallows scores; else 0."""
+    low, high = _range(step.term, reader, {})
+    least = -high if step.negative else low
+    return least if -math.inf < least <= SWALLOWS else 0.0
+
+
+def _check_hidden(site: Site, value: float, later: Sequence[Step], reader: Reader, *, added: bool = False) -> None:
+    """Check that a score to which such a number was filled in, or added, has no weight after the steps that follow.
+
+    Raises:
+        MatchEnded: it may have, and would be another than in eager.
+    """
+    if value == 0 or _stays_hidden(site, value, later, reader, added=added):
+        return
+    raise MatchEnded(
+        site.softmax.node,
+        "the scores are changed after the mask in a way that may bring back what it hides, or that is not known",
+        observed=f"{'added' if added else 'fill'}={value:g}, then {', '.join(type(s).__name__.lower() for s in later)}",
+        needed="a mask after the scale and the bias, or -inf",
+        lever="apply the mask last, with torch.finfo(scores.dtype).min or -inf",
+        code="not_equal",
+    )
+
+
+def _stays_hidden(site: Site, value: float, later: Sequence[Step], reader: Reader, *, added: bool = False) -> bool:
+    lift, absorbed = 0.0, value
+    beyond_lift = value <= (_LEAST_IN_HALF if site.dtype == torch.float16 else _BEYOND_LIFT)
+    for step in later:
+        if isinstance(step, Scale):
+            constant = number(step.term)
+            if constant is None:
+                if not added and not _is_positive(step.term, reader):
+                    return False
+                continue
+            if added:  # a sum that is scaled stays the same sum
+                constant = abs(constant)
+            if not constant > 0:
+                return False
+            factor = 1 / constant if step.divide else constant
+            absorbed, lift = absorbed * factor, lift * factor
+        elif isinstance(step, Add) and axes_in(step.term) & set(flat(site.keys)):
+            low, high = _range(step.term, reader, {})
+            most = -low if step.negative else high
+            if math.isfinite(most):
+                lift += max(most, 0.0)
+            elif not added and not beyond_lift:
+                return False
+        elif isinstance(step, Floor):
+            absorbed = max(absorbed, step.value)
+    return (added or absorbed <= -_NO_WEIGHT) and lift <= -absorbed / 2
+
+
+def _is_positive(term: Term, reader: Reader) -> bool:
+    while isinstance(term, Apply) and term.op == "cast":
+        term = term.args[0]
+    if isinstance(term, Read):
+        inner = reader.define(term)
+        return inner is not None and _is_positive(inner, reader)
+    if isinstance(term, Number):
+        return isinstance(term.value, int | float) and term.value > 0
+    if not isinstance(term, Apply):
+        return False
+    if term.op in ("exp", "sigmoid", "softplus"):
+        return True
+    if term.op in ("sqrt", "rsqrt", "reciprocal", "mul", "div", "add", "minimum"):
+        return all(_is_positive(a, reader) for a in term.args)
+    return term.op == "maximum" and any(_is_positive(a, reader) for a in term.args)
 
 
 def _scale_mask(mask: list[Step], scale: Scale) -> None:
@@ -149,12 +270,12 @@ def _scaled_fill(fill: Fill, factor: float) -> Fill:
     return Fill(fill.condition, Number(dtype=dtype, value=-math.inf if overflows else value * factor))
 
 
-def open_form(site: Site) -> Form:
+def open_form(site: Site, reader: Reader) -> Form:
     """The form of scores that are not read as scale and mask: other steps, and the mask that comes after them."""
     batch, shared = _ordered(site)
-    steps = list(site.steps or ())
+    steps = _narrowed(site, site.steps or (), reader)
     cut = len(steps)
-    while cut and _is_mask(steps[cut - 1]):
+    while cut and _is_mask(site, steps[cut - 1], steps[cut:], reader):
         cut -= 1
     form = Form(
         scale=site.scale,
@@ -169,11 +290,13 @@ def open_form(site: Site) -> Form:
     return form
 
 
-def _is_mask(step: Step) -> bool:
+def _is_mask(site: Site, step: Step, later: Sequence[Step], reader: Reader) -> bool:
     if isinstance(step, Fill):
         value = number(step.value)
-        return value is not None and _absorbs(value, step.value.dtype)
-    return isinstance(step, Add)
+        if value is None or not _absorbs(value, step.value.dtype):
+            return False
+        return _stays_hidden(site, value, later, reader)
+    return isinstance(step, Add) and _stays_hidden(site, least_added(step, reader), later, reader, added=True)
 
 
 def _ended(site: Site, sentence: str, needed: str, observed: str = "") -> MatchEnded:

@@ -43,6 +43,7 @@ class Mask:
             where only the left is bounded. None if they are anything else, or if the left is not bounded.
         bottom_right: `offset` is the number of keys less the number of queries.
         rows_nonempty: every query attends a key, whatever the data.
+        keys_nonempty: every key is attended by the query of its own index, whatever the data.
         depends_on_data: some condition does.
         proof: how the conditions on indices were decided: `algebra`, `evaluation`, or nothing if they were not.
     """
@@ -55,6 +56,7 @@ class Mask:
     window: tuple[Any, Any] | None = None
     bottom_right: bool = False
     rows_nonempty: bool = False
+    keys_nonempty: bool = False
     depends_on_data: bool = False
     proof: str = ""
 
@@ -186,6 +188,7 @@ class _Reading:
             window=(to_sympy(left), to_sympy(right)) if is_band and left is not None else None,
             bottom_right=is_band and right is not None and right == self._missing,
             rows_nonempty=self._rows_nonempty(conjuncts),
+            keys_nonempty=self._keys_nonempty(conjuncts),
             depends_on_data=any(c.data for c in conjuncts),
             proof=proof,
         )
@@ -221,6 +224,12 @@ class _Reading:
         ends = [literal.form.constant for row in literals for literal in row if literal.relation in ("le", "eq")]
         shifts = [-end for end in ends] + ends
         return [one, Linear(), Linear(constant=self._prover.sizes["k"] - 1), *(one + by for by in shifts)]
+
+    def _keys_nonempty(self, conjuncts: tuple[Conjunct, ...]) -> bool:
+        if not self._prover.nonnegative(self._prover.sizes["q"] - self._prover.sizes["k"]):
+            return False
+        literals = [[literal for literal in c.clause.literals if not literal.data] for c in conjuncts]
+        return self._attends(self._own_index(), literals)
 
     def _compares_with_itself(self, term: Term) -> bool:
         """Whether the two sides of an equation are one function, of the query here and of the key there."""

@@ -14,7 +14,7 @@ import torch
 from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.candidates import written_out
-from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, number
+from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, least_added, number
 from omnicomp.passes.attention.masking import mask_key
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step, axes_in
@@ -28,6 +28,8 @@ _PAD: Final[Any] = torch.ops.aten.constant_pad_nd.default
 _SWALLOWS_IN_HALF: Final = -16384.0
 # Double precision holds a score beside any number above.
 _SWALLOWS_IN_DOUBLE: Final = -1e17
+# Single precision holds no logarithm of a number of keys beside any number below.
+_SWALLOWS_COUNT: Final = -(2.0**29)
 # Swallows any score in any precision.
 _SWALLOWS_ALL: Final = -1e30
 
@@ -41,6 +43,7 @@ class Variant:
         is_causal: the mask is the causal one and need not be made.
         unmasked: the mask hides nothing and need not be made.
         rows_nonempty: every query is known to have a key.
+        keys_nonempty: every key is known to be attended by a query.
         padded: pad the features of queries and keys, or of values, to one size.
     """
 
@@ -48,6 +51,7 @@ class Variant:
     is_causal: bool = False
     unmasked: bool = False
     rows_nonempty: bool = False
+    keys_nonempty: bool = False
     padded: bool = False
 
 
@@ -60,12 +64,15 @@ class GuardedMask:
         swallowed: rows in which a huge number swallows every score, or None.
         undefined: rows that are NaN with all that is made of them, or None: -inf was added for every key.
         empty: rows whose output alone is NaN, or None: keys were filled, which cuts the gradient there.
+        shared: by how many keys the gradient of a row's output is divided, or None: 1 unless a huge number was added
+            to every score of the row.
     """
 
     mask: Any
     swallowed: Any = None
     undefined: Any = None
     empty: Any = None
+    shared: Any = None
 
 
 Shared = dict[Any, GuardedMask]
@@ -81,12 +88,15 @@ class Parts:
     mask: Any
     width: Any
     empty: Any = None
+    shared: Any = None
 
 
 def finish(site: Site, form: Form, fused: Any, made: Parts, builder: Builder) -> Any:
     """Cut padding off, and apply what was done to the weights of whole rows."""
     if made.width is not None:
         fused = builder.call(torch.narrow, (fused, 3, 0, made.width))
+    if made.shared is not None:
+        fused = _divided_gradient(fused, made.shared, builder)
     if made.empty is not None:
         fused = builder.call(torch.masked_fill, (fused, made.empty, site.undefined))
     device = value_of(fused).device
@@ -123,10 +133,11 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         query = builder.call(torch.div if factor.divide else torch.mul, (query, made))
     query = _cast(query, site, builder)
     value = _with_weights(site, form, value, kept, builder)
-    mask = empty = None
+    mask = empty = count = None
     if form.mask and not variant.is_causal and not variant.unmasked:
+        key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
-        mask = made.mask
+        mask, count = made.mask, made.shared
         if made.swallowed is not None:
             query = builder.call(torch.masked_fill, (query, made.swallowed, 0.0))
         if made.undefined is not None:
@@ -142,7 +153,53 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         mask=mask,
         width=width,
         empty=empty,
+        shared=count,
     )
+
+
+def _without_hidden(
+    site: Site, form: Form, variant: Variant, key: Any, kept: tuple[Axis, ...], builder: Builder, shared: Shared
+) -> Any:
+    """Keys with zeros where every query's score is filled: what they hold meets no mask that is added, as in eager."""
+    conditions = [step.condition for step in form.mask if isinstance(step, Fill)]
+    if not conditions or variant.keys_nonempty:
+        return key
+    name = ("hidden", mask_key(site, form), variant.grouped)
+    if name not in shared:
+        shared[name] = _hidden_keys(site, form, conditions, kept, value_of(key).device, builder)
+    return builder.call(torch.masked_fill, (key, shared[name], 0.0))
+
+
+def _hidden_keys(
+    site: Site, form: Form, conditions: list[Term], kept: tuple[Axis, ...], device: torch.device, builder: Builder
+) -> Any:
+    """Which keys no query sees, as (batch, heads of the keys, keys, 1)."""
+    batch = form.groups(site)[0]
+    others = (*(axis for axis in form.shared if axis not in kept), *site.queries)
+    if any(axes_in(condition) & set(flat(others)) for condition in conditions):
+        groups = (batch, kept, others, site.keys)
+    else:
+        groups = (batch, kept, (), site.keys)
+    hidden: Any = None
+    for condition in conditions:
+        made = _four(builder.term(condition, groups, device), builder)
+        hidden = made if hidden is None else builder.call(torch.logical_or, (hidden, made))
+    if not known_equal(value_of(hidden).shape[2], 1):
+        hidden = builder.call(torch.all, (hidden,), {"dim": 2, "keepdim": True})
+    return builder.call(torch.transpose, (hidden, 2, 3))
+
+
+def _divided_gradient(fused: Any, count: Any, builder: Builder) -> Any:
+    """The output as it is, with its gradient divided by a number for each row.
+
+    The kernel's backward computes weights as exp(score - logsumexp). Where a huge number swallowed every score, it has
+    swallowed the logarithm of their number as well, and these weights are 1 instead of 1 / number. All gradients are
+    linear in weights and output gradient.
+    """
+    call = builder.call
+    fixed = call(torch.detach, (fused,))
+    divided = call(torch.add, (fixed, call(torch.div, (call(torch.sub, (fused, fixed)), count))))
+    return call(torch.where, (call(torch.eq, (count, 1)), fused, divided))
 
 
 def _shared_mask(
@@ -329,9 +386,11 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
     # It adds, so that a fill must be so low that it swallows any score.
     averages &= all((number(step.value) or 0.0) < _SWALLOWS_ALL for step in form.mask if isinstance(step, Fill))
-    if not infinite and (averages or not hiding):
+    filled = any(isinstance(step, Fill) for step in form.mask)
+    if not infinite and ((averages and not filled) or not hiding):
         return GuardedMask(mask)
     top = call(torch.amax, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
+    lowest = _lowest(site, form, reader)
     empty = None
     if infinite:
         empty = call(torch.isneginf, (top,))
@@ -341,11 +400,35 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     replaced = not math.isnan(site.undefined) or any(isinstance(s, Fill) for s in (*form.mask, *site.weights))
     nan = {"undefined" if undefined and not replaced else "empty": empty}
     if averages:
-        return GuardedMask(mask, **nan)
+        # What the queries of a row hold that is filled everywhere does not matter in eager either.
+        return GuardedMask(mask, call(torch.le, (top, lowest)) if filled else None, **nan)
+    if _passes_gradients(site, form, reader):
+        if value_of(mask).requires_grad:
+            return GuardedMask(mask, **nan)  # the backward of `attention_with_bias` normalizes the weights
+        most = call(torch.sum, (call(torch.eq, (mask, top)),), {"dim": -1, "keepdim": True})
+        swallowed = call(torch.le, (top, lowest))
+        return GuardedMask(mask, shared=call(torch.where, (swallowed, most, 1)), **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
     # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
     mask = call(torch.sub, (mask, top))
-    return GuardedMask(mask, call(torch.le, (top, _lowest(site, form, reader))), **nan)
+    return GuardedMask(mask, call(torch.le, (top, lowest)), **nan)
+
+
+def _passes_gradients(site: Site, form: Form, reader: Reader) -> bool:
+    """Whether rows in which no key is left pass gradients on to queries and keys, and the CPU's kernel does so too.
+
+    Eager does where the mask is added; what is filled in stops them. The sum of a mask and a score has to be rounded to
+    the mask alone, in the log-sum-exp too.
+    """
+    if site.fake().device.type != "cpu" or site.dtype == torch.float16:
+        return False
+    for step in form.mask:
+        if isinstance(step, Floor) or (isinstance(step, Fill) and _finite_step(step, reader)):
+            return False
+        if isinstance(step, Add) and site.dtype != torch.float64:
+            if _SWALLOWS_COUNT < least_added(step, reader) < 0:
+                return False
+    return True
 
 
 def _lowest(site: Site, form: Form, reader: Reader) -> float:

@@ -17,6 +17,7 @@ __all__ = [
     "Floor",
     "Function",
     "MatchEnded",
+    "Narrow",
     "Operand",
     "Scale",
     "Site",
@@ -80,6 +81,13 @@ class Floor:
     """The scores are not lower than the number `value`."""
 
     value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """The scores are cast to a dtype of a smaller range: those below its least number become -inf."""
+
+    least: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Site:
     product: Node
     scale: float = 1.0
     factors: list[Scale] = dataclasses.field(default_factory=list[Scale])
-    steps: list[Step] | None = None
+    steps: list[Step | Narrow] | None = None
     sinks: list[Term] = dataclasses.field(default_factory=list[Term])
     dropout: float = 0.0
     weights: list[Step] = dataclasses.field(default_factory=list[Step])
@@ -192,21 +200,24 @@ def axes_in(term: Term) -> set[Axis]:
     return found
 
 
-def steps_of(score: Term) -> list[Step] | None:
+def steps_of(score: Term) -> list[Step | Narrow] | None:
     """The steps from the product to `score`, innermost first, or None if the scores are used twice on the way."""
-    steps: list[Step] = []
+    steps: list[Step | Narrow] = []
     while not isinstance(score, Scores):
         if not isinstance(score, Apply):
             return None
         carriers = [n for n, argument in enumerate(score.args) if _has_scores(argument)]
         if len(carriers) != 1:
             return None
+        inner = score.args[carriers[0]]
         if score.op != "cast":
             step = step_of(score, carriers[0])
             if step is None:
                 return None
             steps.append(step)
-        score = score.args[carriers[0]]
+        elif (least := torch.finfo(score.dtype).min) > torch.finfo(inner.dtype).min:
+            steps.append(Narrow(least))
+        score = inner
     return steps[::-1]
 
 

@@ -19,7 +19,7 @@ from omnicomp.passes.attention.differentiable import (
     sink_kernel,
 )
 from omnicomp.passes.attention.flexible import flex_pays, insert
-from omnicomp.passes.attention.form import Form, dense_form, open_form
+from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
 from omnicomp.passes.attention.pinned import PINNED_ATTENTION, prefers_cudnn
 from omnicomp.passes.attention.sdpa import Parts, Variant, finish, parts
@@ -77,11 +77,11 @@ def choose(site: Site, session: Session) -> Chosen:
 def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Way]:
     """The ways to fuse a site, best first; why a whole family of them is out goes to `ended`."""
     try:
-        form = dense_form(site, session.reader)
+        form = positive_scale(dense_form(site, session.reader), site.dtype)
     except MatchEnded as end:
         ended.append(end)
         if not site.sinks:
-            form = open_form(site)
+            form = positive_scale(open_form(site, session.reader), site.dtype)
             yield functools.partial(insert, site, form, _masking(site, form, session))
         return
     masking = _masking(site, form, session)
@@ -120,9 +120,17 @@ def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
     # Where no key is left the sink has all the weight, as in eager.
     nonempty = bool(site.sinks)
     nonempty |= masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
+    keys = masking.mask is not None and masking.mask.keys_nonempty and not masking.biases
     for padded in (False, True) if differ and not site.sinks else (False,):
         for grouped in (True, False) if form.shared else (False,):
-            yield Variant(grouped=grouped, padded=padded, unmasked=unmasked, is_causal=causal, rows_nonempty=nonempty)
+            yield Variant(
+                grouped=grouped,
+                padded=padded,
+                unmasked=unmasked,
+                is_causal=causal,
+                rows_nonempty=nonempty,
+                keys_nonempty=keys,
+            )
 
 
 def _width(features: tuple[Axis, ...]) -> Any:

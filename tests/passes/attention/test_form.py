@@ -7,7 +7,7 @@ import torch
 from fusion import inputs
 from traced import site_of
 
-from omnicomp.passes.attention.form import dense_form, is_finite, number, open_form
+from omnicomp.passes.attention.form import dense_form, is_finite, number, open_form, positive_scale
 from omnicomp.passes.attention.site import Add, Fill, MatchEnded, Scale
 
 Q, K, V, M = inputs()
@@ -89,11 +89,68 @@ def test_other_arithmetic_is_no_dense_form(scores, sentence):
         form_of(scores, M)
 
 
+HIDDEN = M > 0
+LIFT = torch.where(HIDDEN, 2.5e8, 0.0)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) * -0.25,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) * 1e-9,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) / 1e8,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) * 0.25 + torch.where(m, 2.5e8, 0.0),
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) + b,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) - -b,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) * b[0, 0, 0, 0],
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, LOWEST) + torch.where(m, -LOWEST, 0.0),
+        lambda q, k, m, b: (q @ k.mT + torch.where(m, -1e9, 0.0)) + torch.where(m, 1e9, 0.0),
+        lambda q, k, m, b: torch.where(m, -math.inf, q @ k.mT) * -1.0,
+    ],
+)
+def test_a_mask_that_a_later_step_may_lift_hides_nothing_for_certain(scores):
+    with pytest.raises(MatchEnded, match="bring back what it hides"):
+        form_of(scores, HIDDEN, LIFT)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) * 0.25,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) + torch.tanh(b),
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) * b[0, 0, 0, 0].exp(),
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, LOWEST) + b,
+        lambda q, k, m, b: torch.where(m, -math.inf, q @ k.mT) + b,
+        lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) + torch.where(m, -1e9, 0.0),
+        lambda q, k, m, b: (q @ k.mT + torch.where(m, LOWEST, 0.0)) * -0.25,
+    ],
+)
+def test_a_mask_that_no_later_step_lifts_is_one(scores):
+    assert form_of(scores, HIDDEN, LIFT)[0].mask
+
+
+@pytest.mark.parametrize("scores", [lambda s, m: s.masked_fill(m, -1e9), lambda s, m: s + torch.where(m, -1e9, 0.0)])
+def test_a_number_below_the_range_of_a_later_dtype_is_minus_infinity(scores):
+    form, _, reader = form_of(lambda q, k, m: scores(q @ k.mT, m).half().float(), HIDDEN)
+    (step,) = form.mask
+    value = step.value if isinstance(step, Fill) else reader.expand(step.term).args[1]
+    assert number(value) == -math.inf
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(-0.5, 0.5), (1e-44, 1.0), (0.5, 0.5)])
+def test_what_is_left_of_a_scale_for_the_kernels_is_positive(scale, kept):
+    form = positive_scale(form_of(lambda q, k: q @ k.mT * scale)[0], torch.float32)
+    product = form.scale
+    for factor in form.factors:
+        product *= number(factor.term)
+    assert (form.scale, product) == (kept, pytest.approx(scale))
+
+
 def test_an_open_form_parts_the_mask_from_the_arithmetic_before_it():
-    site, _, _ = site_of(
+    site, _, reader = site_of(
         lambda q, k, v, m: (torch.tanh(q @ k.mT / 5) * 5 + m).masked_fill(m > 1, -math.inf).softmax(-1) @ v, Q, K, V, M
     )
-    form = open_form(site)
+    form = open_form(site, reader)
     assert [type(step) for step in form.mask] == [Add, Fill]
     assert len(form.inner) == 3
 

@@ -137,6 +137,71 @@ def test_the_values_gradient_from_rows_without_keys_is_that_of_eager(name):
     assert differentiate(lambda v: FINITE[name](q, k, v, KEPT), v).rewrite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["added", "of queries", "filled", "scaled later"])
+def test_rows_without_keys_pass_on_the_gradients_that_they_do_in_eager(name, dtype):
+    q, k, v, _ = inputs(dtype)
+    assert differentiate(FINITE[name], q, k, v, KEPT).rewrite()
+
+
+def test_rows_of_padding_pass_on_their_gradients_beside_a_trained_bias():
+    q, k, v, bias = inputs()
+    function = lambda q, k, v, bias, kept: attend(q @ k.mT * 0.25 + bias + added(q, kept), v)  # noqa: E731
+    assert differentiate(function, q, k, v, bias, KEPT).rewrite().target == "omnicomp.attention_with_bias"
+
+
+LENGTH = torch.arange(8) < 6
+UNSEEN = {
+    "filled": lambda q, k, v, kept: attend((q @ k.mT).masked_fill(~kept, -math.inf), v),
+    "filled with a number": lambda q, k, v, kept: attend((q @ k.mT).masked_fill(~kept, -1e9), v),
+    "chosen": lambda q, k, v, kept: attend(torch.where(kept, q @ k.mT * 0.25, lowest(q)), v),
+    "added": lambda q, k, v, kept: attend(q @ k.mT + added(q, kept), v),
+    "one after another": lambda q, k, v, kept: attend(
+        (q @ k.mT).masked_fill(torch.ones(6, 8).triu(2) > 0, -1e9).masked_fill(~kept, -1e9), v
+    ),
+    "joined": lambda q, k, v, kept: attend((q @ k.mT).masked_fill(~(kept & (torch.ones(6, 8).tril() > 0)), -1e9), v),
+    "of groups": lambda q, k, v, kept: attend(
+        (q @ k[:, :2].repeat_interleave(2, 1).mT).masked_fill(~kept, -1e9), v[:, :2].repeat_interleave(2, 1)
+    ),
+    "of a query": lambda q, k, v, kept: attend((q[:, :, :1] @ k.mT).masked_fill(torch.arange(8) > 5, -1e9), v),
+}
+
+
+@pytest.mark.parametrize("held", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("where", ["key", "value"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_keys_hold_that_no_query_sees_matters_as_in_eager(name, where, held):
+    q, k, v, _ = inputs()
+    (k if where == "key" else v)[:, :, 6:] = held
+    backend = Backend()
+    found = compiled(UNSEEN[name], backend)(q, k, v, LENGTH)
+    assert backend.rewrite()
+    torch.testing.assert_close(found, UNSEEN[name](q, k, v, LENGTH), equal_nan=True)
+
+
+def test_keys_that_no_query_sees_take_no_part_in_training():
+    q, k, v, _ = inputs()
+    k[:, :, 6:] = 3e38
+    assert differentiate(UNSEEN["filled"], q, k, v, LENGTH, rtol=1e-3, atol=1e-4).rewrite()
+
+
+def test_queries_that_see_nothing_may_hold_anything():
+    q, k, v, _ = inputs()
+    q[EMPTY.expand(2, 4, 6, 1)[..., 0]] = math.nan
+    backend = Backend()
+    found = compiled(FINITE["filled"], backend)(q, k, v, KEPT)
+    assert backend.rewrite()
+    torch.testing.assert_close(found, FINITE["filled"](q, k, v, KEPT))
+
+
+def test_keys_that_are_seen_by_the_query_of_their_index_are_read_as_they_are():
+    q, k, v, _ = inputs(keys=6)
+    distance = lambda: (torch.arange(6)[:, None] - torch.arange(6)).abs()  # noqa: E731
+    backend = fuse(lambda q, k, v: attend((q @ k.mT).masked_fill(distance() > 2, -math.inf), v), q, k, v)
+    (call,) = backend.attentions()
+    assert torch.masked_fill not in [node.target for node in call.args[1].graph.nodes]
+
+
 @pytest.mark.parametrize("name", INFINITE)
 def test_no_gradient_is_nan_that_is_not_in_eager(name):
     """Where eager's gradient is NaN, there may be a number: nothing is learned from such rows in either."""

@@ -26,6 +26,15 @@ def test_a_causal_mask_is_not_made():
     assert not [n for n in backend.graphs[0].graph.nodes if n.name in ("triu", "ones", "masked_fill")]
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_causal_mask_with_a_negative_scale(training):
+    q, k, v, _ = inputs(queries=40, keys=40)
+    later = lambda: torch.ones(40, 40, dtype=torch.bool).triu(1)  # noqa: E731
+    function = lambda q, k, v: attend((q @ k.mT * -0.25).masked_fill(later(), -math.inf), v)  # noqa: E731
+    rewrite = (differentiate if training else fuse)(function, q, k, v).rewrite()
+    assert "scale=0.25, is_causal" in rewrite.detail
+
+
 def test_a_mask_that_hides_nothing_is_not_made():
     backend = fuse(lambda q, k, v: attend(q @ k.mT + torch.zeros(6, 8), v), *inputs()[:3])
     assert backend.attentions()[0].kwargs == {"scale": 1.0}
