@@ -35,6 +35,7 @@ from omnicomp.errors import (  # noqa: E402
     OverrideError,
     PassError,
     ReportError,
+    SaveError,
     TimelineError,
 )
 
@@ -62,6 +63,7 @@ __all__ = [
     "PassError",
     "Policy",
     "ReportError",
+    "SaveError",
     "TimelineError",
     "__version__",
     "audit",

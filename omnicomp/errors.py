@@ -25,6 +25,7 @@ __all__ = [
     "OverrideError",
     "PassError",
     "ReportError",
+    "SaveError",
     "TimelineError",
     "add_note",
     "first_line",
@@ -78,6 +79,10 @@ class AcknowledgeError(OmnicompError):
 
 class CompilerFaultError(OmnicompError):
     """A graph was kept from torch's compiler, which would have compiled it to something else than eager's results."""
+
+
+class SaveError(OmnicompError, RuntimeError):
+    """A compiled function can't be saved, or what was saved can't be loaded in this process."""
 
 
 class TimelineError(OmnicompError):

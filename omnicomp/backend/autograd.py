@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.autograd import aot_autograd, partitioner
 from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
 from omnicomp._torch.repairs import folded_nans
 from omnicomp.backend.capture import CapturedGraph
@@ -50,6 +51,13 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         dump(graph.id, "autograd", part, name)
         with compile_fx.cache_tag(tag), compiling(context), stage("lowering", graph.id, name), doing:
             built = build_part(part, part_inputs, context)
+        if is_bundled() and not is_marked(built):
+            mark(
+                built,
+                StitchedGraph(
+                    unkept=f"{context.part_id} could not be built, and runs eager; omnicomp.audit() tells why"
+                ),
+            )
         if name == "backward":
             judge_graph(graph.id, graph.policy)
             notify(graph.id, graph.policy)
@@ -58,12 +66,11 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
     def restored(compiled: Any, kept: compile_fx.Kept) -> None:
         replay(kept, graph.context(kept.part, {}), compiled)
 
-    if not uses_inductor(graph):
-        return aot_autograd.compile_graph(gm, inputs, inner_compile)
-    patches = folded_nans.config_patches(partitioner.config_patches(graph.policy.inductor))
+    by_inductor = uses_inductor(graph)
+    patches = folded_nans.config_patches(partitioner.config_patches(graph.policy.inductor)) if by_inductor else {}
     # A restored part comes without the graph that it could be compared with. And torch looks it up also for a
     # partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be cached.
-    keyed = patches["custom_partitioner_fn"].uuid() is not None
+    keyed = not by_inductor or patches["custom_partitioner_fn"].uuid() is not None
     cache = compile_fx.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
     before = counts()
     with (
@@ -74,13 +81,16 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         cache,
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):
-        compiled = compile_fx.compile_fx(
-            gm,
-            list(inputs),
-            inner_compile=inner_compile,
-            config_patches=patches,
-            decompositions={} if engines else None,
-        )
+        if not by_inductor:
+            compiled = aot_autograd.compile_graph(gm, inputs, inner_compile)
+        else:
+            compiled = compile_fx.compile_fx(
+                gm,
+                list(inputs),
+                inner_compile=inner_compile,
+                config_patches=patches,
+                decompositions={} if engines else None,
+            )
     lookup = autograd_lookup(before)
     if lookup is not None and lookup.verdict != "hit":  # a restored graph says so itself
         current().append(verdict(lookup, graph.record.key, graph=graph.id, part=""))

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp import weights
-from omnicomp._torch.dynamo import control_flow, late_compile, threads
+from omnicomp._torch.dynamo import control_flow, late_compile, saving, threads
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.repairs.random_numbers import as_passed
@@ -26,6 +26,7 @@ from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.options import policy_of
 from omnicomp.backend.retreat import given_up_if_rejected, record_graph_break, retreat_to_eager, run_uncaptured
 from omnicomp.backend.run_passes import Passed, run_passes
+from omnicomp.backend.saved import Compiled, carried, hand_over, put_state
 from omnicomp.backend.select import choose
 from omnicomp.backend.variants import ASSUMED, GENERAL, Checks, Variant, Variants, within_sizes
 from omnicomp.errors import OmnicompError, first_line
@@ -66,7 +67,7 @@ def omni(
     except OmnicompError as error:
         raise control_flow.user_error(error) from None
     under_way = activity("compile", "a graph", shown=policy.progress)
-    with control_flow.compile_lock, control_flow.unseen_by_hooks(), under_way as doing:
+    with control_flow.compile_lock, control_flow.unseen_by_hooks(), under_way as doing, saving.wanted(gm) as wish:
         try:
             example_inputs = as_passed(gm, example_inputs)
             graph = capture_graph(gm, example_inputs, policy, options)
@@ -78,15 +79,16 @@ def omni(
         except Exception as error:
             if policy.on_error == "raise":
                 raise
-            return run_uncaptured(gm, error)
+            return hand_over(run_uncaptured(gm, error), wish)
         try:
-            return _compile(gm, plain, graph, example_inputs)
+            compiled = _compile(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):
             raise
         except Exception as error:
             if policy.on_error == "raise":
                 raise
-            return retreat_to_eager(plain, graph, error)
+            compiled = retreat_to_eager(plain, graph, error)
+        return hand_over(compiled, wish, graph.id)
 
 
 def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -136,10 +138,11 @@ def _build(
         compiled = retreat_to_eager(put_references(kept), graph, error)  # an override may be to blame
     else:
         if graph.training and graph.policy.verify != "off" and has_own_gradients(kept):
-            compiled = given_up_if_rejected(compiled, kept, graph)
+            # Gradients of an override are not compared in what was restored, which has no graph to go back to.
+            compiled = carried(compiled, given_up_if_rejected(compiled, kept, graph))
         else:
             forget_tensors(kept)
-    compiled = enforce(compiled, graph.id, graph.policy)
+    compiled = carried(compiled, enforce(compiled, graph.id, graph.policy))
     notify(graph.id, graph.policy)
     return compiled
 
@@ -150,6 +153,8 @@ def _compile_passed(passed: Passed, inputs: Sequence[Any], graph: CapturedGraph)
         lifted = weight_inputs.lift_weights(passed.module, inputs, graph)
         chosen = choose(lifted.module, lifted.inputs, graph)
         compiled = compile_parts(lifted.module, lifted.inputs, chosen)
+        if saving.is_bundled():
+            put_state(compiled, lambda: Compiled.of(compiled, chosen, passed.traced_under))
         return lifted.followed(compiled)
 
 
@@ -201,7 +206,8 @@ def _with_variants(
         compiled, sizes = late_compile.compile_late(
             scene, lambda fakes: _build(make(), fakes, variant, after_dynamo=True)
         )
-        return compiled if sizes.holds is None else within_sizes(compiled, eager, sizes, variant)
+        # What is compiled ahead for a graph that may be saved is so before Dynamo makes its guards, which then hold it.
+        return compiled if sizes.holds is None or saving.is_bundled() else within_sizes(compiled, eager, sizes, variant)
 
     variants = Variants(
         checks=Checks(passed.assumptions, [node.name for node in original.graph.find_nodes(op="placeholder")]),
@@ -212,6 +218,8 @@ def _with_variants(
         on_cuda=any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs),
     )
     variants.compile_first(inputs)
+    if saving.is_bundled():
+        variants.compile_all()
     return variants.__call__
 
 

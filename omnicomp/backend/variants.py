@@ -14,10 +14,11 @@ import torch
 from omnicomp._torch.dynamo import control_flow, late_compile
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager
+from omnicomp.backend.saved import State, state_of
 from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.privacy import logger
-from omnicomp.timeline import Reason, Speculation, Timeline
+from omnicomp.timeline import Reason, Speculation, Timeline, current
 
 __all__ = ["ASSUMED", "GENERAL", "PATIENCE", "Checks", "Memo", "Variant", "Variants", "within_sizes"]
 
@@ -80,7 +81,7 @@ class Checks:
             assumptions: at least one.
             placeholders: the names of the graph's placeholders, in order.
         """
-        self.assumptions = tuple(assumptions)
+        self.assumptions, self.placeholders = tuple(assumptions), tuple(placeholders)
         self._positions = sorted({placeholders.index(name) for item in assumptions for name in item.inputs})
         self._checks = [
             (item.check.forward, [self._positions.index(placeholders.index(name)) for name in item.inputs])
@@ -115,7 +116,7 @@ class Variant:
     Attributes:
         name: `assumed` or `general`.
         graph: id of its events in the timeline.
-        build: compiles it; the argument is whether Dynamo's compilation is over.
+        build: compiles it; the argument is whether Dynamo's own compilation of it is over.
         call: the compiled function, or None.
     """
 
@@ -171,6 +172,24 @@ class Variants:
         if not any(map(late_compile.is_fake, self._checks.inputs(inputs))):
             variant = self._choose([late_compile.hinted(value) for value in inputs])
         self._compiled(variant, after_dynamo=False)
+
+    def compile_all(self) -> None:
+        """Compile what was not compiled yet, for a graph that may be saved; called while Dynamo compiles."""
+        for variant in (self._assumed, self._general):
+            self._compiled(variant, after_dynamo=True)
+
+    def saved_state(self) -> State:
+        """What it is restored from: the checks, and both variants."""
+        calls = self._assumed.call, self._general.call
+        if calls[0] is None or calls[1] is None:
+            raise ValueError("one of its variants is not compiled; compile with options={'speculate': False}")
+        return _SavedVariants(
+            assumptions=tuple(item.as_text() for item in self._checks.assumptions),
+            placeholders=self._checks.placeholders,
+            assumed=state_of(calls[0]),
+            general=state_of(calls[1]),
+            on_cuda=self._on_cuda,
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
@@ -267,6 +286,27 @@ class Variants:
                 reason=reason,
             )
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SavedVariants(State):
+    assumptions: tuple[Assumption, ...]
+    placeholders: tuple[str, ...]
+    assumed: State
+    general: State
+    on_cuda: bool
+
+    def restore(self, id: str) -> Callable[..., Any]:
+        other = f"{id}:{GENERAL}"
+        assumed, general = self.assumed.restore(id), self.general.restore(other)
+        return Variants(
+            checks=Checks(self.assumptions, self.placeholders),
+            assumed=Variant(name=ASSUMED, graph=id, build=None, call=assumed),
+            general=Variant(name=GENERAL, graph=other, build=None, call=general),
+            eager=general,
+            timeline=current(),
+            on_cuda=self.on_cuda,
+        ).__call__
 
 
 def within_sizes(

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from omnicomp import weights
@@ -11,11 +12,13 @@ from omnicomp._torch import parameters
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.backend.capture import CapturedGraph
+from omnicomp.backend.saved import State, state_of
 from omnicomp.errors import Once
 from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.passes.dtypes.weights import Lifted, lift_casts
 from omnicomp.timeline import Weights, current
 from omnicomp.weights.cast_copies import Copies
+from omnicomp.weights.forms import Form
 
 __all__ = ["WeightInputs", "lift_weights"]
 
@@ -38,7 +41,7 @@ class WeightInputs:
 
     def followed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs of the graph with the casts."""
-        return compiled if self.lifted is None else _Following(compiled, self.lifted, self.graph).__call__
+        return compiled if self.lifted is None else _Following(compiled, _Copied.of(self.lifted), self.graph).__call__
 
 
 def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> WeightInputs:
@@ -63,14 +66,41 @@ def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGrap
     return WeightInputs(module=narrow, inputs=lifted.inputs, lifted=lifted, graph=graph.id)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Copied:
+    """Which copies a graph is called with; see `Lifted`."""
+
+    sources: tuple[int, ...]
+    forms: tuple[Form, ...]
+    devices: tuple[torch.device, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lifted: Lifted) -> "_Copied":
+        return cls(**{field.name: getattr(lifted, field.name) for field in dataclasses.fields(cls)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SavedFollowing(State):
+    target: State
+    copied: _Copied
+
+    def restore(self, id: str) -> Callable[..., Any]:
+        return _Following(self.target.restore(id), self.copied, id).__call__
+
+
 class _Following:
     """Calls a compiled graph with the copies as additional inputs."""
 
-    def __init__(self, target: Callable[..., Any], lifted: Lifted, graph: str) -> None:
-        self._target, self._graph = target, graph
-        self._wanted, self._order = parameters.picker(lifted.sources), parameters.picker(lifted.order)
-        self._copies = Copies(lifted.forms, lifted.devices)
+    def __init__(self, target: Callable[..., Any], copied: _Copied, graph: str) -> None:
+        self._target, self._copied, self._graph = target, copied, graph
+        self._wanted, self._order = parameters.picker(copied.sources), parameters.picker(copied.order)
+        self._copies = Copies(copied.forms, copied.devices)
         self._once = Once(self._record)
+
+    def saved_state(self) -> State:
+        """What it is restored from: copies are made of the parameters of the process that loads it."""
+        return _SavedFollowing(target=state_of(self._target), copied=self._copied)
 
     def __call__(self, *args: Any) -> Any:
         result = self._target(*self._order(args + self._copies(self._wanted(args))))

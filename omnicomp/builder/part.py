@@ -104,7 +104,9 @@ class _Builder:
         record = PartRecord(self._module, plan, refused, self._context, names)
         if not plan.runs:
             record.emit_empty()
-            return boxed(self._module)
+            code, call = stitching(self._module, ()), boxed(self._module)
+            keep(call, code, (), record, self._inputs, self._context, failed=False)
+            return call
         while plan.whole:
             try:
                 return self._build_whole(record, plain)

@@ -333,18 +333,19 @@ def _ran(context: LoweringContext, subgraph: Subgraph, lowering: str, evidence: 
     )
 
 
-def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any) -> None:
+def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any, cache: str = "aot_autograd") -> None:
     """Put the record of a restored part into the timeline, guard its calls, and attest the first.
 
     Args:
         kept: results of `PartRecord.dumps` and `eager_artefact.dumps`, as far as the artefact holds them.
         context: where the part belongs now.
         compiled: the restored graph.
+        cache: what restored it.
     """
     result = whole_executable(compiled)
     subgraph, guard = f"{context.part_id}.0", None
     subgraphs, overrides = read_record(
-        kept.record, context, compile_fx.artefact_key(compiled), {subgraph: result.artefact}
+        kept.record, context, compile_fx.artefact_key(compiled), {subgraph: result.artefact}, cache=cache
     )
     if kept.fallback and context.policy.on_error != "raise":
         guard = eager_artefact.guard(kept.fallback, context, compiled, recorded=kept.recorded)
@@ -358,7 +359,13 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any) -> No
 
 
 def read_record(
-    record: str | None, context: LoweringContext, key: str, artefacts: Mapping[str, str], *, whole: bool = True
+    record: str | None,
+    context: LoweringContext,
+    key: str,
+    artefacts: Mapping[str, str],
+    *,
+    whole: bool = True,
+    cache: str = "aot_autograd",
 ) -> tuple[list[Subgraph], list[PlannedCall]]:
     """Put the record of a restored part into the timeline.
 
@@ -368,6 +375,7 @@ def read_record(
         key: of the artefact.
         artefacts: by subgraph, the generated code that is called now.
         whole: whether the part was not cut.
+        cache: what restored it.
 
     Returns:
         Its subgraphs, and the calls of overrides in them.
@@ -377,7 +385,7 @@ def read_record(
         Cache(
             graph=context.graph_id,
             part=context.part,
-            cache="aot_autograd",
+            cache=cache,
             verdict="hit",
             key=key,
             note="" if record else "the artefact has no record of the decisions that made it",

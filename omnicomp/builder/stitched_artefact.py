@@ -62,18 +62,19 @@ def keep(
         return
     graph, why = None, _FAILED if failed else ""
     try:
-        if not why:
+        if not why or cache_entry.is_bundled():
             graph = _artefact(code, built, record, context)
             if not cache_entry.is_bundled():
                 why = cache_entry.save(graph, inputs, context.graph.digest, sum(seconds for _, _, seconds in built))
     except Exception as error:  # noqa: BLE001 - the reason why it is built in each process
-        why = first_line(error)
+        why = str(error) if isinstance(error, ValueError) else first_line(error)
     if why:
         note = f"a part that was cut is not kept: {why}"
         context.timeline.append(
             Cache(graph=context.graph_id, part=context.part, cache="aot_autograd", verdict="bypass", note=note)
         )
-        graph = StitchedGraph(unkept=note)
+        graph = graph or StitchedGraph()
+        graph.unkept = why
     if graph is not None and (cache_entry.is_bundled() or not why):
         cache_entry.mark(call, graph)
 
@@ -95,7 +96,10 @@ def _artefact(
             if any(map(depends_on_data, predicted)):
                 data["layouts"] = [layout and dataclasses.asdict(layout) for layout in map(layout_of, predicted)]
         elif result.lowering not in _AS_TEXT:
-            raise ValueError(f"{record.subgraph_id(index)} is on {result.lowering}, and only its graph would be kept")
+            raise ValueError(
+                f"{record.subgraph_id(index)} is on {result.lowering}, whose code stays in this process; leave it out "
+                "of options['lowerings'] to keep the part"
+            )
         else:
             data["evidence"], data["kernels"] = result.attest()
             data["graph"] = eager_artefact.dump_graph(copy_module(piece.module))
@@ -114,22 +118,26 @@ def _artefact(
     return StitchedGraph(json.dumps(content, sort_keys=True), graphs)
 
 
-def restoring(context: Callable[[str], LoweringContext]) -> contextlib.AbstractContextManager[None]:
+def restoring(
+    context: Callable[[str], LoweringContext], cache: str = "aot_autograd"
+) -> contextlib.AbstractContextManager[None]:
     """Inside, the parts that were cut and that AOTAutograd's cache restores are made callable.
 
     Args:
         context: gives where a part of that name belongs now.
+        cache: what restores it.
     """
-    return cache_entry.on_stitched_loaded(lambda compiled, recorded: _restore(compiled, recorded, context))
+    return cache_entry.on_stitched_loaded(lambda compiled, recorded: _restore(compiled, recorded, context, cache))
 
 
-def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], LoweringContext]) -> Call:
+def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], LoweringContext], cache: str) -> Call:
     """The callable of a restored part; its record goes into the timeline, and its first call is attested.
 
     Args:
         compiled: the part.
         recorded: whether CUDA graphs were on for it.
         context: gives where a part of that name belongs now.
+        cache: what restores it.
     """
     data: dict[str, Any] = json.loads(compiled.text)
     where = context(data["part"])
@@ -137,7 +145,8 @@ def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], L
     if recorded:
         emit_cudagraphs_off(where)
     artefacts = {f"{where.part_id}.{index}": result.artefact for index, result in enumerate(results)}
-    rows, overrides = read_record(data["record"], where, compile_fx.artefact_key(compiled), artefacts, whole=False)
+    key = compile_fx.artefact_key(compiled)
+    rows, overrides = read_record(data["record"], where, key, artefacts, whole=False, cache=cache)
     wrapped: list[Wrapped] = []
     for index, (piece, result) in enumerate(zip(data["pieces"], results, strict=True)):
         id = f"{where.part_id}.{index}"

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.dtypes import storage_key, was_written
 from omnicomp._torch.dynamo.late_compile import is_subclass
+from omnicomp._torch.inductor.graph_text import TextGraph, to_source
 from omnicomp._torch.symbols import free_unbacked_symbols
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
@@ -71,12 +72,21 @@ class Assumption:
         bytes: what the check reads and writes, for the sizes seen at compile time.
     """
 
-    check: GraphModule
+    check: GraphModule | TextGraph
     inputs: tuple[str, ...]
     sentence: str
     saves: str = ""
     source: str = ""
     bytes: int = 0
+
+    def as_text(self) -> "Assumption":
+        """The same assumption, in a form that pickles.
+
+        Raises:
+            ValueError: the check holds something that can't travel as text.
+        """
+        check = self.check
+        return dataclasses.replace(self, check=TextGraph(to_source(check)) if isinstance(check, GraphModule) else check)
 
     @property
     def key(self) -> tuple[tuple[str, ...], str]:

@@ -25,13 +25,13 @@ from torch._functorch._aot_autograd.autograd_cache import (
 )
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.metrics import CachedMetricsDeltas
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
 from torch._inductor.utils import should_use_remote_fx_graph_cache
 from torch.utils._ordered_set import OrderedSet
 
 from omnicomp._torch.inductor.compile_fx import disable_cudagraphs, no_cudagraphs, observer_paused, subgraph_context
 
-__all__ = ["StitchedGraph", "is_asked_for", "is_bundled", "mark", "on_stitched_loaded", "save", "unkept"]
+__all__ = ["StitchedGraph", "is_asked_for", "is_bundled", "is_marked", "mark", "on_stitched_loaded", "save", "unkept"]
 
 _NAME: Final = "<omnicomp: a part that was cut>"
 _FAILURES: Final = {
@@ -46,7 +46,7 @@ class StitchedGraph(CompiledFxGraph):
     Attributes:
         text: everything but the generated code of its subgraphs, as text.
         references: by index of the subgraph, the key and the guards of its entry in Inductor's cache; nothing for those
-            that Inductor did not build.
+            that Inductor did not build, and for all if AOTAutograd's cache holds the code itself.
         graphs: these subgraphs, once they are loaded.
         unkept: why it can't be kept, if it can't.
     """
@@ -61,7 +61,7 @@ class StitchedGraph(CompiledFxGraph):
             setattr(self, field.name, None)
         self.text, self.graphs, self.unkept = text, dict(graphs or {}), unkept
         keyed = ((index, graph._fx_graph_cache_key, graph.guards_expr) for index, graph in self.graphs.items())
-        self.references = {index: (key, guards) for index, key, guards in keyed if key}
+        self.references = {index: (key, guards) for index, key, guards in keyed if key and not is_bundled()}
         self.cache_key = self.source_code = self.runnable_graph_str = self.inductor_post_grad_graph_str = ""
         self.device_types, self.device_idxs, self.inputs_to_check = OrderedSet(), OrderedSet(), ()
         self.mutated_inputs, self.mutated_input_idxs = OrderedSet(), OrderedSet()
@@ -189,6 +189,11 @@ def save(graph: StitchedGraph, inputs: Sequence[Any], tag: str, seconds: float) 
     FxGraphCache._save_graph(key, graph, inputs, config.fx_graph_cache, remote)
     failed = [why for name, why in _FAILURES.items() if counters["inductor"][name] > before[name]]
     return "; ".join(failed)
+
+
+def is_marked(call: Callable[..., Any]) -> bool:
+    """Whether AOTAutograd's cache knows what to keep of a part."""
+    return isinstance(getattr(call, "__wrapped__", call), OutputCode)
 
 
 def mark(call: Callable[..., Any], graph: StitchedGraph) -> None:

@@ -5,6 +5,8 @@ graph, so that it can be part of a cache key.
 """
 
 import base64
+import dataclasses
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -15,7 +17,7 @@ from torch.fx import GraphModule
 from torch.fx.graph_module import _format_import_block, _forward_from_src, reduce_graph_module
 from torch.package import sys_importer
 
-__all__ = ["MAX_CONSTANT_BYTES", "dump_constant", "from_source", "load_constant", "to_source"]
+__all__ = ["MAX_CONSTANT_BYTES", "TextGraph", "dump_constant", "from_source", "load_constant", "to_source"]
 
 # What Inductor folds or lifts is small; weights that were frozen into the graph are not to be copied.
 MAX_CONSTANT_BYTES: Final = 2**20
@@ -67,9 +69,33 @@ def dump_constant(name: str, value: Any) -> Any:
 
 def from_source(data: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
     """The function of the list of its inputs whose text `to_source` made of a graph in the boxed convention."""
+    return _function(data)
+
+
+def _function(data: dict[str, Any]) -> Callable[..., Any]:
     forward = _forward_from_src(f"{data['imports']}\n{data['code']}", {})
-    owner = types.SimpleNamespace(**_constants(data))
-    return lambda inputs: forward(owner, inputs)
+    return functools.partial(forward, types.SimpleNamespace(**_constants(data)))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextGraph:
+    """A graph in the usual convention as text, with what is read of a graph module that is only called.
+
+    Attributes:
+        data: the text, from `to_source`.
+    """
+
+    data: dict[str, Any]
+
+    @property
+    def code(self) -> str:
+        """The generated code."""
+        return self.data["code"]
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The function of the graph's inputs."""
+        return _function(self.data)
 
 
 def _constants(data: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""What torch saves of a compiled graph: for `aot_compile`, and for cache bundles with Dynamo's code.
+
+`aot_compile` asks the backend's result for its bytes. With `torch._dynamo.config.caching_precompile`, Dynamo's cache
+stores what was recorded under the number that the graph has there. AOTAutograd would record its own artefact there,
+without anything that surrounds it; inside of `wanted` it does not see the number.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Generator
+from typing import Any, Final
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
+from torch._dynamo.precompile_context import BackendCacheArtifact, PrecompileContext
+from torch.fx import GraphModule
+
+from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled
+
+__all__ = [
+    "BackendCacheArtifact",
+    "SerializableCallable",
+    "Wish",
+    "bundle",
+    "is_bundled",
+    "record",
+    "unbundle",
+    "wanted",
+]
+
+# AOTAutograd compiles the backward with the forward, and hands out what its cache would keep; what can't be kept is
+# said when it is saved.
+_PATCHES: Final = {
+    "bundled_autograd_cache": True,
+    "force_autograd_cache": True,
+    "force_non_lazy_backward_lowering": True,
+    "strict_autograd_cache": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wish:
+    """How a compiled graph may be saved.
+
+    Attributes:
+        key: under which Dynamo's cache looks for it; empty if `aot_compile` asks the result itself.
+    """
+
+    key: str
+
+
+@contextlib.contextmanager
+def wanted(gm: GraphModule) -> Generator[Wish | None]:
+    """Inside, a graph that torch may save is compiled in a way that can be saved.
+
+    Args:
+        gm: the Dynamo graph.
+
+    Yields:
+        How it may be saved; None if it is not to be.
+    """
+    module: Any = gm
+    key = getattr(module, "_backend_id", None)
+    precompiled = torch._dynamo.config.caching_precompile and key is not None
+    if not precompiled and not torch._functorch.config.bundled_autograd_cache:
+        yield None
+        return
+    patches = {name: value for name, value in _PATCHES.items() if hasattr(torch._functorch.config, name)}
+    module._backend_id = None
+    try:
+        with torch._functorch.config.patch(patches):
+            yield Wish(key=str(key) if precompiled else "")
+    finally:
+        module._backend_id = key
+
+
+def bundle(compiled: Callable[..., Any]) -> bytes:
+    """What AOTAutograd returned, with the code of its parts, as bytes.
+
+    Args:
+        compiled: what it returned inside of `wanted`.
+
+    Raises:
+        ValueError: a part can't be saved; the message says why.
+        Exception: something can't be pickled.
+    """
+    serialize = getattr(compiled, "serialize", None)
+    entry = None if serialize is None else serialize()
+    if entry is None:
+        raise ValueError(
+            "AOTAutograd's cache refuses it, or is off; that is torch._functorch.config.enable_autograd_cache"
+        )
+    entry = copy.copy(entry)
+    for name in ("compiled_fw", "compiled_bw"):
+        part = getattr(entry, name)
+        if part is not None:
+            setattr(entry, name, dataclasses.replace(part, result=_prepared(part.result)))
+    holder = BundledAOTAutogradSerializableCallable(types.SimpleNamespace(serialize=lambda: entry))
+    return BundledAOTAutogradSerializableCallable.serialize_compile_artifacts(holder)
+
+
+def _prepared(graph: Any) -> Any:
+    """A compiled graph as it is pickled; what the caches do not keep can still be saved, if its text is there."""
+    graph = copy.copy(graph)
+    if isinstance(graph, StitchedGraph):
+        if not graph.text:
+            raise ValueError(graph.unkept)
+        graph.unkept = ""
+    if getattr(graph, "frozen_param_names", None):
+        raise ValueError("its weights are constants of the code; compile it without freezing")
+    graph.prepare_for_serialization()
+    return graph
+
+
+def unbundle(data: bytes) -> Callable[..., Any]:
+    """The function of the graph's inputs that `bundle` made the bytes of."""
+    return BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(data).compiled_fn
+
+
+def record(artefact: BackendCacheArtifact[Any]) -> None:
+    """Give Dynamo's cache what it stores of a graph."""
+    PrecompileContext.record_artifact(artefact)
