@@ -501,8 +501,8 @@ class Cache(Event):
     Attributes:
         part: `forward`, `backward` or `inference`; empty for the cache of the whole graph.
         subgraph: id of the subgraph, in a part that was cut; else empty.
-        cache: `fx_graph`, `aot_autograd`, `saved` for a saved function, or `verdicts`, which holds what earlier processes
-            found to fail.
+        cache: `fx_graph`, `aot_autograd`, `saved` for a saved function, or `verdicts`, which holds what earlier
+            processes found to fail.
         verdict: `hit`, `miss` or `bypass`.
         key: the cache's key, or empty.
         note: why it was bypassed or missed, or empty.
