@@ -202,8 +202,13 @@ def in_a_worker(program: Program, options: dict[str, Any]) -> None:
 
 
 @NO_GPU
-def test_every_program_in_a_forked_worker() -> None:
-    behind_a_fork([functools.partial(in_a_worker, program, EAGER) for program in without_much_code(PROGRAMS)])
+@pytest.mark.parametrize(
+    "programs",
+    fast([named(UNDER_THREADS), without_much_code(PROGRAMS)], lambda programs: len(programs) == len(UNDER_THREADS)),
+    ids=["some", "all"],
+)
+def test_programs_in_a_forked_worker(programs: list[Program]) -> None:
+    behind_a_fork([functools.partial(in_a_worker, program, EAGER) for program in programs])
 
 
 @NO_GPU

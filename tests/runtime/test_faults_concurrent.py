@@ -123,13 +123,14 @@ def test_the_programs_own_error_under_threads() -> None:
 
 
 @NO_GPU
-def test_builds_fail_in_a_forked_worker() -> None:
+@pytest.mark.parametrize("when", fast(["first", "always"], "first".__eq__))
+def test_builds_fail_in_a_forked_worker(when: str) -> None:
     """Compiled in the worker, with a fault at every place."""
 
-    def work(place: Place, when: str) -> None:
+    def work(place: Place) -> None:
         assert check(place, when, EAGER) > 0
 
-    behind_a_fork([functools.partial(work, place, when) for place in PLACES.values() for when in ("first", "always")])
+    behind_a_fork([functools.partial(work, place) for place in PLACES.values()])
 
 
 @NO_GPU

@@ -183,7 +183,7 @@ def no_grad_regions() -> Any:
 @program
 def thousands_of_nodes() -> Any:
     def f(x: Tensor) -> Tensor:
-        for index in range(1500):
+        for index in range(1100):
             x = (x + index % 3).tanh() if index % 50 == 49 else x * 0.999
         return x
 

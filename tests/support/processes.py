@@ -1,9 +1,10 @@
 """Python processes for tests, forked from a server that has imported torch: without the seconds that this takes.
 
 A process is clean as one just started is: nothing was compiled in it, and `omnicomp` was not imported. What torch reads
-at its import (`TORCH_LOGS`, `PYTHONHASHSEED` and the like) can't be changed any more, so a process whose environment
-differs in such a variable is started afresh; so is every process of a torch that was built with CUDA. Processes of one
-server share the seed of their hashes: a test about what another process finds in a cache passes `fresh=True`.
+at its import (`PYTHONHASHSEED` and the like; logs are set up again) can't be changed any more, so a process whose
+environment differs in such a variable is started afresh; so is every process of a torch that was built with CUDA.
+Processes of one server share the seed of their hashes: a test about what another process finds in a cache passes
+`fresh=True`.
 """
 
 import atexit
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 # Read when Python starts or torch is imported.
 READ_AT_START = ("CUDA", "GOMP", "KMP", "LD_", "MKL", "OMP", "PYTHON", "PYTORCH", "TORCH", "TRITON")
 READ_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+OF_LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_TRACE")  # read at the import, and again in a forked process
 
 
 def python(
@@ -72,7 +74,7 @@ def python(
 
 
 def _startup(variables: Mapping[str, str]) -> dict[str, str]:
-    return {n: v for n, v in variables.items() if n.startswith(READ_AT_START) and n not in READ_LATER}
+    return {n: v for n, v in variables.items() if n.startswith(READ_AT_START) and n not in READ_LATER + OF_LOGS}
 
 
 @functools.cache
@@ -184,6 +186,8 @@ def _exit_as_python_does(command: list[str], variables: dict[str, str], folder: 
         os.environ.update(variables)
         os.chdir(folder)
         sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *rest]
+        if any(name in variables for name in OF_LOGS):
+            _set_up_logs()
         del sys.modules[__name__]
         _run(*command)
     except SystemExit as exit:
@@ -200,6 +204,15 @@ def _exit_as_python_does(command: list[str], variables: dict[str, str], folder: 
         sys.stderr.flush()
     finally:
         os._exit(status & 255)
+
+
+def _set_up_logs() -> None:
+    """What `import torch` does for them."""
+    from torch._logging import _internal
+
+    _internal.DEFAULT_FORMATTER = _internal._default_formatter()
+    _internal.LOG_TRACE_HANDLER = None
+    _internal._init_logs()
 
 
 def _of_the_program(trace: Any) -> Any:

@@ -21,6 +21,7 @@ from flex_forms import (
     scores,
     window,
 )
+from tiers import fast
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
@@ -114,7 +115,9 @@ def test_the_operator_of_the_instruction_for_tanh_is_differentiable(monkeypatch)
     assert torch.tanh not in modifiers
 
 
-@pytest.mark.parametrize("name", ["alibi", "bottom_right", "document", "padding"])
+@pytest.mark.parametrize(
+    "name", fast(["alibi", "bottom_right", "document", "padding"], ["bottom_right", "document"].__contains__)
+)
 def test_one_graph_serves_all_lengths(name):
     form, backend = FORMS[name], FlexBackend(FORMS[name], aot_eager)
     run = compiled(form, backend, dynamic=None)

@@ -37,7 +37,11 @@ def codes():
     def train():
         run(x).sum().backward()
 
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # The code is generated in each run; what the C++ compiler makes of it is taken from the cache.
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         return run_and_get_code(train)[1]
 
 

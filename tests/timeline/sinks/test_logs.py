@@ -1,14 +1,11 @@
 """Log lines: by `TORCH_LOGS`, and by Python's own configuration."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch._logging
+from processes import python
 
 import omnicomp
 from omnicomp.timeline import EVENT_TYPES, NearMiss, NodePlacement, Placement, Reason, Timeline
@@ -24,10 +21,8 @@ f(torch.ones(3, requires_grad=True)).backward()
 
 def lines(setting: str) -> list[str]:
     """What a program prints below the logger `omnicomp` under a setting of TORCH_LOGS."""
-    environment = {**os.environ, "TORCH_LOGS": setting, "TORCH_LOGS_FORMAT": "%(levelname)s %(name)s %(message)s"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    environment = {"TORCH_LOGS": setting, "TORCH_LOGS_FORMAT": "%(levelname)s %(name)s %(message)s"}
+    done = python("-c", PROGRAM, environment=environment, check=True)
     return [line for line in done.stderr.splitlines() if " omnicomp" in line]
 
 

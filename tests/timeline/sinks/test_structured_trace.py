@@ -1,7 +1,6 @@
 """torch's structured trace: what tlparse makes of it."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 import omnicomp
 from omnicomp._torch import structured as trace
@@ -39,17 +39,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if TLPARSE is None:
         pytest.skip("tlparse is not installed")
     folder = tmp_path_factory.mktemp("trace")
-    run([sys.executable, "-c", PROGRAM], {"TORCH_TRACE": str(folder / "log")})
+    python("-c", PROGRAM, environment={"TORCH_TRACE": str(folder / "log")}, check=True)
     (log,) = (folder / "log").iterdir()
-    run([TLPARSE, str(log), "-o", str(folder / "out"), "--no-browser", "--strict", "--strict-compile-id"], {})
-    return folder / "out"
-
-
-def run(command: list[str], environment: dict[str, str]) -> None:
-    root = str(Path(__file__).parents[3])
-    variables = {**os.environ, "PYTHONPATH": root, **environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    command = [TLPARSE, str(log), "-o", str(folder / "out"), "--no-browser", "--strict", "--strict-compile-id"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "out"
 
 
 def artefacts(pages: Path, compile_id: str, kind: str) -> list[Path]:
