@@ -1,6 +1,7 @@
 """Escapes for terminals, Markdown, GitHub, HTML and XML: names and messages are shown and never obeyed."""
 
 import html
+import json
 import re
 from typing import Final
 
@@ -9,10 +10,12 @@ __all__ = [
     "github_data",
     "github_property",
     "html_text",
+    "json_text",
     "markdown",
     "one_line",
     "printable",
     "relative",
+    "shown",
     "split_source",
     "xml",
 ]
@@ -37,6 +40,22 @@ def printable(text: object) -> str:
 def one_line(text: object) -> str:
     """The same with blanks for line ends."""
     return " ".join(printable(text).split("\n"))
+
+
+def shown(value: object) -> str:
+    """A value as text, also one that can't say what it is."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - the class is anyone's, and may raise anything
+        return f"<{type(value).__name__}, which can't be shown: {type(error).__name__}>"
+
+
+def json_text(data: object, *, indent: int | None = 2) -> str:
+    """JSON in which a terminal finds nothing that it would obey; it means the same."""
+    text = json.dumps(data, indent=indent, ensure_ascii=False)
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
 
 
 def markdown(text: object) -> str:

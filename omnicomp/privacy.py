@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from omnicomp.escapes import printable
+from omnicomp.escapes import printable, shown
 
 __all__ = ["HIDDEN", "PATHS", "PATHS_VARIABLE", "Cleaner", "cleaner", "is_secret_name", "logger", "refresh"]
 
@@ -183,7 +183,10 @@ class Cleaner:
             found = type(value)(self.value(item) for item in found)
         elif not isinstance(value, (int, float, complex)) and value is not None:
             # What is not text becomes text where it is written.
-            told = str(value)
+            try:
+                told = str(value)
+            except Exception:  # noqa: BLE001 - the class is anyone's; the text says so
+                return self.text(shown(value))  # type: ignore[return-value]
             cleaned = self.text(told)
             found = value if cleaned == told else cleaned
         return found

@@ -11,7 +11,7 @@ import torch
 
 import omnicomp
 from omnicomp import privacy
-from omnicomp.errors import OptionError
+from omnicomp.errors import OptionError, first_line
 from omnicomp.options.policy import parse
 from omnicomp.privacy import HIDDEN, Cleaner
 from omnicomp.timeline import Attempt, Capture, NodePlacement, Placement, Reason
@@ -249,3 +249,26 @@ def test_a_value_that_becomes_text_only_when_it_is_written_is_cleaned() -> None:
     options = {"custom_pass": Opaque(SECRET), "other": harmless, "names": {SECRET}, "raw": SECRET.encode()}
     found = Cleaner({"API_KEY": SECRET}).value(Capture(graph="g0", options=options)).options
     assert found == {"custom_pass": f"Opaque({HIDDEN})", "other": harmless, "names": {HIDDEN}, "raw": f"b'{HIDDEN}'"}
+
+
+class Broken(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("x")
+
+
+def test_a_value_that_can_not_be_shown_costs_its_text_alone() -> None:
+    found = Cleaner({}).value(Capture(graph="g0", options={"x": Broken()})).options
+    assert found == {"x": "<Broken, which can't be shown: KeyError>"}
+    assert first_line(Broken()) == "Broken: its message can't be shown: KeyError"
+
+
+def test_log_lines_and_their_tracebacks_are_clean(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOGGED_TOKEN", SECRET)
+    privacy.refresh()
+    try:
+        raise ValueError(f"no {SECRET} \x1b[2J")
+    except ValueError:
+        privacy.logger("omnicomp.test").warning("it said %s", SECRET, exc_info=True)
+    assert SECRET not in caplog.text
+    assert "\x1b" not in caplog.text
+    assert f"ValueError: no {HIDDEN}" in caplog.text

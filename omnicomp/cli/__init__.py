@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from omnicomp.audit.views import VIEWS
+from omnicomp.cli.output import emit
 from omnicomp.errors import OmnicompError
 from omnicomp.escapes import one_line
 from omnicomp.privacy import cleaner
@@ -183,11 +184,11 @@ def bisect_command(
     from omnicomp.cli.bisect import forget_known, list_known, run_script
 
     if forget:
-        sys.stdout.write(forget_known(script))
+        emit(forget_known(script))
     elif script is None:
-        sys.stdout.write(list_known())
+        emit(list_known())
     else:
-        raise typer.Exit(run_script(script, print))
+        raise typer.Exit(run_script(script, lambda line: emit(f"{line}\n")))
 
 
 @app.command("doctor")
@@ -200,8 +201,8 @@ def doctor_command(
 
     enable_simulated(device)
     found = examine(device)
-    sys.stdout.write(to_json(found) if json else to_text(found))
-    raise typer.Exit(1 if any(check.status == "missing" for check in found) else 0)
+    status = 1 if any(check.status == "missing" for check in found) else 0
+    raise typer.Exit(emit(to_json(found) if json else to_text(found), status=status))
 
 
 @app.command("bringup")

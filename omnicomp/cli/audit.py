@@ -11,7 +11,7 @@ from omnicomp.audit.fleet import FLEET_VIEWS, Fleet, fleet
 from omnicomp.audit.views import VIEWS
 from omnicomp.audit.views.html import to_html
 from omnicomp.audit.views.tree import to_tree, tree_renderables
-from omnicomp.cli.output import emit, format_of, write
+from omnicomp.cli.output import emit, format_of, keep_inputs, write
 from omnicomp.errors import OmnicompError, nearest
 
 __all__ = ["BASES", "run_audit"]
@@ -39,6 +39,8 @@ def run_audit(
         raise OmnicompError(f"--by takes {', '.join(BASES)}, not {by!r}{nearest(by, BASES)}")
     if question is not None and (tree or format):
         raise OmnicompError("--why is a view of its own; leave --tree and --format out")
+    keep_inputs(output, source)
+    keep_inputs(trace, source)
     found = fleet(source) if source.is_dir() else audit(source)
     wanted = "tree" if tree or (by is not None and format is None) else format
     chosen = wanted or (format_of(output) if output is not None and question is None else "text")

@@ -72,7 +72,7 @@ def _resolved(path: str) -> str:
     return str(Path(path).resolve())
 
 
-def run_script(path: Path, say: Callable[[str], None]) -> int:
+def run_script(path: Path, say: Callable[[str], object]) -> int:
     """Compile the graph of a script with Inductor, compare it with eager, and look for the nodes that fail.
 
     Returns:
@@ -101,7 +101,7 @@ def run_script(path: Path, say: Callable[[str], None]) -> int:
 
 
 def _narrow(
-    graph: GraphModule, values: Sequence[Any], nodes: Sequence[Node], error: Exception, say: Callable[[str], None]
+    graph: GraphModule, values: Sequence[Any], nodes: Sequence[Node], error: Exception, say: Callable[[str], object]
 ) -> None:
     prober = Prober(lambda part: _failure(graph, values, part), _BUILDS)
     verdict: Verdict = find_failing(nodes, error, prober)

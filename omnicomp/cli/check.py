@@ -13,7 +13,7 @@ from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import Verdict, to_json, to_text
 from omnicomp.audit.source import load as load_report
-from omnicomp.cli.output import emit, pick
+from omnicomp.cli.output import emit, keep_inputs, pick
 from omnicomp.errors import OmnicompError, TimelineError
 from omnicomp.options.acknowledged import load
 from omnicomp.options.fallback_limits import FallbackBudget, parse_share
@@ -62,6 +62,7 @@ def run_check(
     Raises:
         OmnicompError: a file can't be read or written, or a value is wrong.
     """
+    keep_inputs(output, report, baseline)
     name = pick(FORMATS, format, output, _SUFFIXES)
     if max_nodes is not None and max_nodes < 0:
         raise OmnicompError(f"--max-nodes takes a number of operators, not {max_nodes}")
@@ -74,6 +75,4 @@ def run_check(
     verdicts = [
         judge(audit, budget, acknowledged=acknowledged, baseline=before, name=file) for file, audit in reports(report)
     ]
-    text = FORMATS[name](verdicts)
-    emit(text, output)
-    return 1 if any(verdict.over for verdict in verdicts) else 0
+    return emit(FORMATS[name](verdicts), output, status=1 if any(verdict.over for verdict in verdicts) else 0)

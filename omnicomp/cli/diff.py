@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from omnicomp.audit import AuditDiff, diff
-from omnicomp.cli.output import emit, pick
+from omnicomp.cli.output import emit, keep_inputs, pick
 from omnicomp.errors import OmnicompError
 from omnicomp.escapes import one_line
 
@@ -37,6 +37,7 @@ def run_diff(
     Raises:
         OmnicompError: a file can't be read or written, or the format is unknown.
     """
+    keep_inputs(output, before, after)
     name = pick(FORMATS, format, output, _SUFFIXES)
     limits = {"--time-threshold": time_percent, "--memory-threshold": memory_percent}
     for option, percent in limits.items():
@@ -44,6 +45,4 @@ def run_diff(
             raise OmnicompError(f"{option} takes a percentage that is not negative, not {percent:g}")
     time, memory = (None if percent is None else percent / 100 for percent in limits.values())
     found = diff(before, after, time_threshold=time, memory_threshold=memory)
-    text = FORMATS[name](found)
-    emit(text, output)
-    return 1 if found.differs else 0
+    return emit(FORMATS[name](found), output, status=1 if found.differs else 0)

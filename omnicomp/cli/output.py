@@ -1,13 +1,18 @@
 """The format that a command writes, and where it writes it."""
 
+import contextlib
+import os
+import stat
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from omnicomp.errors import OmnicompError, nearest
+from omnicomp.timeline.files import ROTATED
 
-__all__ = ["check_writable", "emit", "format_of", "pick", "write"]
+__all__ = ["check_writable", "emit", "format_of", "keep_inputs", "pick", "write"]
 
 _SUFFIXES: Final = {".txt": "text", ".json": "json", ".html": "html", ".htm": "html"}
 
@@ -52,22 +57,96 @@ def check_writable(path: Path) -> None:
         raise OmnicompError(f"{path} can't be written ({error.strerror}); name another path") from None
 
 
+def keep_inputs(output: Path | None, *inputs: Path | None) -> None:
+    """Refuse an output that is one of the files that are read, or one of the timelines of a folder that is.
+
+    Raises:
+        OmnicompError: it is.
+    """
+    if output is None or not output.exists():
+        return
+    for path in inputs:
+        if path is None:
+            continue
+        read = [path, Path(f"{path}{ROTATED}")]
+        if path.is_dir():
+            read = [file for pattern in ("*.jsonl", f"*.jsonl{ROTATED}") for file in path.rglob(pattern)]
+        if any(file.exists() and file.is_file() and output.samefile(file) for file in read):
+            raise OmnicompError(f"{output} is what is read; name another file to write to")
+
+
 def write(path: Path, text: str) -> None:
-    """Write a view.
+    """Write a view under another name and rename it, so that what was there is whole, or replaced as a whole.
 
     Raises:
         OmnicompError: the file can't be written.
     """
+    data = text.encode("utf-8", "backslashreplace")
     try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise OmnicompError(f"{path} can't be written ({error.strerror}); name another path") from None
+        real = path.resolve()  # what a link leads to is replaced, and not the link
+        mode = real.stat().st_mode if real.exists() else None
+        if mode is not None and not stat.S_ISREG(mode):
+            with open(real, "wb") as file:
+                file.write(data)
+            return
+        descriptor, made = tempfile.mkstemp(prefix=f".{real.name[:64]}.", dir=real.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            os.chmod(made, 0o666 & ~_umask() if mode is None else stat.S_IMODE(mode))
+            os.replace(made, real)
+        except BaseException:
+            os.unlink(made)
+            raise
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, a link in a circle
+        said = getattr(error, "strerror", None) or error
+        raise OmnicompError(f"{path} can't be written ({said}); name another path") from None
 
 
-def emit(text: str, output: Path | None) -> None:
-    """Write a view to a file, or to standard output in the encoding that it has."""
+def _umask() -> int:
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
+def emit(text: str, output: Path | None = None, *, status: int = 0) -> int:
+    """Write a view to a file, or to standard output in the encoding that it has.
+
+    Args:
+        text: the view.
+        output: the file; None for standard output.
+        status: the verdict of the command, which holds also if standard output is closed.
+
+    Returns:
+        The status.
+
+    Raises:
+        OmnicompError: the file can't be written; or standard output, and the status says that all is well.
+    """
     if output is not None:
         write(output, text)
-        return
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return status
+    try:
+        if sys.stdout is None:  # type: ignore[comparison-overlap]  # Python was started without one
+            raise OSError("it is closed")
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads it has seen enough
+        _give_up_stdout()
+    except (OSError, ValueError) as error:
+        _give_up_stdout()
+        said = f"standard output can't be written ({getattr(error, 'strerror', None) or error}); name a file with -o"
+        if not status:
+            raise OmnicompError(said) from None
+        if sys.stderr is not None:  # type: ignore[comparison-overlap]
+            print(f"omnicomp: error: {said}", file=sys.stderr)
+    return status
+
+
+def _give_up_stdout() -> None:
+    """Let what is left in its buffer go nowhere: Python would fail on it when it ends, with a status of its own."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

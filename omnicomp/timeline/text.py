@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from omnicomp.escapes import shown
+
 __all__ = ["common_path", "distinct", "text_of"]
 
 
@@ -44,4 +46,4 @@ def text_of(value: Any, depth: int = 0) -> str:
     if isinstance(value, (set, frozenset)):
         return ", ".join(sorted(text_of(item, depth + 1) for item in value))
     name = getattr(value, "__qualname__", None)
-    return name if isinstance(name, str) else str(value)
+    return name if isinstance(name, str) else shown(value)

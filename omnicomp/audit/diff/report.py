@@ -1,7 +1,6 @@
 """What differs between two reports, and how it is shown; `omnicomp.audit.diff.compare` finds it."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from rich.text import Text
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.jsonform import encode
 from omnicomp.audit.views.rows import cell, plural, table
-from omnicomp.escapes import markdown
+from omnicomp.escapes import json_text, markdown
 from omnicomp.timeline import Reason
 
 __all__ = [
@@ -151,7 +150,7 @@ class AuditDiff:
 
     def to_json(self) -> str:
         """The JSON form that `docs/audit.md` describes."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        return json_text(self.to_dict()) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form as plain dictionaries and lists."""
@@ -174,7 +173,7 @@ class AuditDiff:
         if self.measures:
             lines += [f"<details><summary>Measured; {_rule(self)}</summary>", ""]
             lines += ["| | before | after | growth |", "|---|---:|---:|---:|"]
-            lines += [f"| {' | '.join(_cells(measure))} |" for measure in self.measures]
+            lines += [f"| {' | '.join(map(markdown, _cells(measure)))} |" for measure in self.measures]
             lines += ["", "</details>", ""]
         return "\n".join(lines)
 

@@ -1,14 +1,13 @@
 """The verdict on a report by a fallback budget: its data, and as text, JSON and an error message."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from omnicomp.audit.model import Report
 from omnicomp.audit.views.jsonform import encode
 from omnicomp.audit.views.rows import percent, plural, reason_text, short_source
-from omnicomp.escapes import one_line
+from omnicomp.escapes import json_text, one_line
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.timeline import Reason
 
@@ -295,4 +294,4 @@ def to_json(verdicts: Sequence[Verdict]) -> str:
     """The JSON form: whether any report is over the budget, and the verdicts."""
     over = any(verdict.over for verdict in verdicts)
     data = {"schema": CHECK_SCHEMA, "over": over, "verdicts": [verdict.to_dict() for verdict in verdicts]}
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    return json_text(data) + "\n"

@@ -90,11 +90,17 @@ class Excerpts:
 
 def _read(name: str) -> tuple[list[str], float] | None:
     """Lines of a file and when it was changed; None where it is missing, too large, or no regular file."""
-    path = Path(os.path.expanduser(name))
     try:
+        path = Path(os.path.expanduser(name)).resolve()
+        if path.suffix not in (".py", ".pyw"):  # a link leads elsewhere
+            return None
         state = path.stat()
         if not path.is_file() or state.st_size > _LARGEST:
             return None
         return path.read_text(encoding="utf-8", errors="replace").splitlines(), state.st_mtime
-    except (OSError, ValueError):  # it is not here: the report comes from another machine, or the file is gone
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # it is not here: the report comes from another machine, or the file is gone
         return None

@@ -18,6 +18,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, GraphAudit, Merge, PartAudit, Report, SubgraphAudit, TimeUse
 from omnicomp.audit.views.rows import summary
 from omnicomp.errors import ReportError
+from omnicomp.escapes import json_text
 from omnicomp.timeline import Event, Reason
 
 __all__ = ["Key", "decode", "encode", "from_dict", "from_json", "keys", "stable", "to_dict", "to_json"]
@@ -179,7 +180,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 def to_json(audit: Report) -> str:
     """The JSON form as text, indented, with a stable order of keys."""
-    return json.dumps(to_dict(audit), indent=2, ensure_ascii=False) + "\n"
+    return json_text(to_dict(audit)) + "\n"
 
 
 def to_dict(audit: Report) -> dict[str, Any]:

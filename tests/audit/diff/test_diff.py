@@ -11,7 +11,7 @@ import pytest
 import omnicomp
 from omnicomp.audit import AuditDiff, build, diff
 from omnicomp.audit.diff.compare import compare
-from omnicomp.audit.diff.report import KINDS
+from omnicomp.audit.diff.report import KINDS, Measure
 from omnicomp.timeline import (
     Capture,
     Event,
@@ -344,6 +344,14 @@ def test_names_from_a_model_are_shown_and_not_obeyed(events: Events) -> None:
     assert "@you" not in markdown
     rows = [line for line in markdown.splitlines() if line.startswith("| fell back")]
     assert [row.count(" | ") for row in rows] == [3]
+
+
+def test_what_was_measured_is_shown_and_not_obeyed(events: Events) -> None:
+    measure = Measure(name="compile: ![x](http://e) @you |\n# head <img>", unit="s", before=1.0, after=2.0)
+    found = dataclasses.replace(diff(events, events), measures=(measure,))
+    (row,) = [line for line in found.to_markdown().splitlines() if "head" in line]
+    assert row.count("|") == 5
+    assert not [piece for piece in ("<img", "@you", "[x](", "http://") if piece in row]
 
 
 def test_text_is_as_wide_as_a_terminal(events: Events) -> None:

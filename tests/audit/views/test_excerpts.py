@@ -38,6 +38,8 @@ def test_a_report_cannot_make_a_reader_show_other_files(tmp_path: Path) -> None:
     (tmp_path / "id_rsa").write_text("secret\n")
     assert Excerpts().of(f"{tmp_path}/id_rsa:1") is None
     assert Excerpts().of("/etc/passwd:1") is None
+    (tmp_path / "link.py").symlink_to(tmp_path / "id_rsa")
+    assert Excerpts().of(f"{tmp_path}/link.py:1") is None
     os.mkfifo(tmp_path / "pipe.py")
     assert Excerpts().of(f"{tmp_path}/pipe.py:1") is None
 
