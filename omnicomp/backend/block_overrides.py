@@ -1,24 +1,52 @@
 """Overrides of whole modules and of what searches find, put in before the passes."""
 
+import dataclasses
+
 from torch.fx import GraphModule
 
+from omnicomp._torch.fx import copy_module
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.lowerings.overrides import registry as overrides
+from omnicomp.lowerings.overrides.late import Choice, LateOverrides
 from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
-from omnicomp.timeline import Option, Reason, current
+from omnicomp.timeline import NodePlacement, Option, Reason, Timeline, current
 
-__all__ = ["override_blocks"]
+__all__ = ["late_overrides", "override_blocks"]
 
 
 def override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
-    """Insert overrides into the graph; returns its record, with the matches that were declined."""
+    """Insert the overrides that are asked first into the graph.
+
+    Returns:
+        Its record, with the matches that were declined, and those of overrides that stand behind other lowerings.
+    """
     if "override" in graph.policy.lowerings:
         for name, error in overrides.broken().items():
             _record_broken(graph, name, error)
-    context = graph.context("", {})
-    declined = apply_blocks(gm, context, training=graph.training)
-    return graph.with_record(declined=declined + apply_searches(gm, context, training=graph.training))
+    first, late = Choice(), Choice(late=True)
+    declined = _apply(gm, graph, first, current())
+    if first.waiting:
+        _apply(copy_module(gm), graph, late, Timeline())
+    return graph.with_record(declined=declined, late=tuple(late.matches))
+
+
+def late_overrides(gm: GraphModule, graph: CapturedGraph, wanted: LateOverrides) -> CapturedGraph:
+    """Insert the overrides that turned out to be wanted into a graph that `override_blocks` was through with."""
+    chosen = {(match.override, match.node) for match in wanted.matches}
+    declined = _apply(gm, graph, Choice(late=True, chosen=chosen), current())
+    record = graph.record
+    return graph.with_record(
+        declined=record.declined + declined,
+        late=tuple(match for match in record.late if match not in wanted.matches),
+        given_up={**{match.override: chain for match, chain in wanted.matches.items()}, **record.given_up},
+    )
+
+
+def _apply(gm: GraphModule, graph: CapturedGraph, choice: Choice, timeline: Timeline) -> tuple[NodePlacement, ...]:
+    context = dataclasses.replace(graph.context("", {}), timeline=timeline)
+    declined = apply_blocks(gm, context, choice, training=graph.training)
+    return declined + apply_searches(gm, context, choice, training=graph.training)
 
 
 def _record_broken(graph: CapturedGraph, name: str, error: str) -> None:

@@ -32,7 +32,7 @@ from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy, effective_options
 from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
-from omnicomp.timeline import Capture, Option, Reason, Stage, current, rank
+from omnicomp.timeline import Capture, Event, Option, PassRun, Reason, Stage, current, rank
 from omnicomp.timeline.text import common_path, distinct
 
 __all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
@@ -47,6 +47,7 @@ class CapturedGraph:
     policy: Policy
     training: bool
     capture: Capture
+    _published: list[Event] = dataclasses.field(default_factory=list[Event])
 
     @property
     def id(self) -> str:
@@ -56,6 +57,14 @@ class CapturedGraph:
     def with_record(self, **changes: Any) -> "CapturedGraph":
         """The graph with fields of its record replaced."""
         return dataclasses.replace(self, record=dataclasses.replace(self.record, **changes))
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Record what the passes did; what they did in the same way before the graph was compiled again is there."""
+        for event in events:
+            known = dataclasses.replace(event, seconds=0.0) if isinstance(event, PassRun) else event
+            if known not in self._published:
+                self._published.append(known)
+                current().append(event)
 
     def context(self, part: str, inductor_kwargs: Mapping[str, Any]) -> LoweringContext:
         """The context that the lowerings of one part get."""

@@ -5,6 +5,7 @@ From top to bottom: `omni` captures the graph, `_compile` runs the passes, `_bui
 there are two variants of what follows the passes.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,16 +22,23 @@ from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.backend import weight_inputs
 from omnicomp.backend.autograd import compile_parts
-from omnicomp.backend.block_overrides import override_blocks
+from omnicomp.backend.block_overrides import late_overrides, override_blocks
 from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.options import policy_of
-from omnicomp.backend.retreat import given_up_if_rejected, record_graph_break, retreat_to_eager, run_uncaptured
+from omnicomp.backend.retreat import (
+    given_up_if_rejected,
+    graph_compiler,
+    record_graph_break,
+    retreat_to_eager,
+    run_uncaptured,
+)
 from omnicomp.backend.run_passes import Passed, run_passes
 from omnicomp.backend.saved import Compiled, carried, hand_over, put_state
 from omnicomp.backend.select import choose
 from omnicomp.backend.variants import ASSUMED, GENERAL, Checks, Variant, Variants, within_sizes
 from omnicomp.errors import OmnicompError, first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
+from omnicomp.lowerings.overrides.late import LateOverrides, raise_late, restartable
 from omnicomp.options.policy import Policy
 from omnicomp.runtime.fallback_limit import enforce
 from omnicomp.runtime.fallback_warning import notify
@@ -99,14 +107,22 @@ def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: 
     if not same:
         dump(graph.id, "overrides", gm)
     original = plain if same else copy_module(gm)
-    passed = run_passes(gm, graph, speculate=_may_speculate(graph.policy), kept=original, inputs=inputs)
-    if passed.assumptions:
-        return _with_variants(passed, original, inputs, graph)
-    compiled = _build(passed, inputs, graph)
-    for copy in (plain, original):
-        if copy is not passed.module:
-            forget_tensors(copy)
-    return compiled
+    while True:
+        passed = run_passes(gm, graph, speculate=_may_speculate(graph.policy), kept=original, inputs=inputs)
+        try:
+            if passed.assumptions:
+                return _with_variants(passed, original, inputs, graph)
+            compiled = _build(passed, inputs, graph)
+        except LateOverrides as wanted:
+            gm = copy_module(original)
+            graph = late_overrides(gm, graph, wanted)
+            dump(graph.id, "overrides", gm)
+            original = copy_module(gm)
+            continue
+        for copy in (plain, original):
+            if copy is not passed.module:
+                forget_tensors(copy)
+        return compiled
 
 
 def _build(
@@ -120,13 +136,13 @@ def _build(
         graph: what it belongs to.
         after_dynamo: whether Dynamo's compilation is over, so that it can't be asked to break the graph any more.
     """
-    for event in passed.events:
-        current().append(event)
+    graph.publish(passed.events)
     graph = graph.with_record(places=places_of(all_nodes(passed.module)))
     kept = copy_module(passed.module)
     steering = () if after_dynamo else control_flow.CONTROL_FLOW
     try:
-        compiled = _compile_passed(passed, inputs, graph)
+        with contextlib.nullcontext() if after_dynamo else restartable():
+            compiled = _compile_passed(passed, inputs, graph)
     except steering:
         raise
     except Exception as error:
@@ -135,6 +151,8 @@ def _build(
             raise
         if graph.policy.on_error == "raise":
             raise
+        if not after_dynamo:
+            raise_late(graph.record, error, graph_compiler(graph))
         compiled = retreat_to_eager(put_references(kept), graph, error)  # an override may be to blame
     else:
         if graph.training and graph.policy.verify != "off" and has_own_gradients(kept):

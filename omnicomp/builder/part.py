@@ -23,13 +23,14 @@ from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused
 from omnicomp.builder.last_resort import run_eagerly
 from omnicomp.builder.on_failure import PartFailures
 from omnicomp.builder.partition import Piece, extract, gather_getitems, stitching
-from omnicomp.builder.placement import Plan, Run, place, taken_together
+from omnicomp.builder.placement import Plan, Run, left_for_overrides, place, taken_together
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import MAIN, Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
+from omnicomp.lowerings.overrides.late import LateOverrides, can_restart, left_for, raise_late
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.options.engine_names import engine_names
 from omnicomp.runtime.guard import Guard, drawing_devices, obstacle, recorded_as_cudagraph
@@ -67,6 +68,8 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
     except Exception as error:
         if context.policy.on_error == "raise":
             raise
+        if can_restart():
+            raise_late(context.graph, error, "ladder")
         return run_eagerly(plain, inputs, context, error)
 
 
@@ -86,10 +89,10 @@ class _Builder:
         self._tunes = True
         self._gave_up = False  # a compiler other than Inductor
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
+        self._asked: set[str] = set()  # nodes for which overrides were asked
+        self._declined: list[NodePlacement] = []
 
     def build(self, plain: GraphModule) -> Any:
-        names = [each.name for each in self._lowerings]
-        refused = self._override(names)
         known = self._failures.known()
         if known is not None:
             self._cut.update(known.cut)
@@ -101,7 +104,7 @@ class _Builder:
             self._record_narrowed(plan, known.cut, why, known.scripts, known.untuned)
         runs = [(run.lowering, [node.name for node in run.nodes]) for run in plan.runs]
         dump_placement(self._context.graph_id, self._module, runs, self._context.part)
-        record = PartRecord(self._module, plan, refused, self._context, names)
+        record = self._record(plan)
         if not plan.runs:
             record.emit_empty()
             code, call = stitching(self._module, ()), boxed(self._module)
@@ -114,20 +117,46 @@ class _Builder:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
                 self._module = copy_module(plain)
-                refused = self._override(names)
+                self._asked.clear()
+                self._declined.clear()
+                self._override()
                 gather_getitems(self._module)
                 plan = self._narrow(self._place().runs[0], error)
-                record = PartRecord(self._module, plan, refused, self._context, names)
-        return self._build_pieces(plan, refused)
+                record = self._record(plan)
+        return self._build_pieces(plan)
 
-    def _override(self, names: Sequence[str]) -> tuple[NodePlacement, ...]:
-        if "override" in names and names.index("override") < _index(names, MAIN.name):
-            blocks = () if self._context.part == "backward" else self._context.graph.declined
-            return (*blocks, *apply_overrides(self._module, self._context))
-        return ()
+    def _record(self, plan: Plan, pieces: Sequence[Piece] = ()) -> PartRecord:
+        names = [each.name for each in self._lowerings]
+        blocks = () if self._context.part == "backward" else self._context.graph.declined
+        return PartRecord(self._module, plan, (*blocks, *self._declined), self._context, names, pieces)
+
+    def _override(self) -> None:
+        """Put in the overrides of the nodes that all before them refuse by now; each node is asked about once.
+
+        Raises:
+            LateOverrides: one that enters before autograd would take a node.
+        """
+        context, failed = self._context, {**self._refused, MAIN.name: self._cut}
+        left = left_for_overrides(self._module, self._lowerings, context, failed)
+        left = {node: chain for node, chain in left.items() if node.name not in self._asked}
+        if not left:
+            return
+        self._asked.update(node.name for node in left)
+        matches = left_for(left, context)
+        self._declined += [match.declined for match in matches if match.declined is not None]
+        wanted = {match: chain for match, chain in matches.items() if match.declined is None}
+        if wanted and can_restart():
+            for reason in dict.fromkeys(reason for chain in wanted.values() for reason in chain):
+                if reason.code == "cut_out":
+                    self._record_retreat(reason.by, "override", reason)
+            raise LateOverrides(wanted)
+        self._declined += apply_overrides(self._module, context, left)
+        if any(left.values()):  # a part that may be cut
+            gather_getitems(self._module)
 
     def _place(self) -> Plan:
         while True:
+            self._override()
             plan = place(self._module, self._lowerings, self._context, self._cut, self._boundaries, self._refused)
             known = len(self._boundaries), sum(map(len, self._refused.values()))
             for run in plan.runs:
@@ -288,20 +317,19 @@ class _Builder:
             return error
         return None
 
-    def _build_pieces(self, plan: Plan, refused: tuple[NodePlacement, ...]) -> Any:
-        gather_getitems(self._module)
+    def _build_pieces(self, plan: Plan) -> Any:
         while True:
+            gather_getitems(self._module)
             plan = self._place()
             pieces = [extract(self._module, run.nodes) for run in plan.runs]
             failure = self._build_all(plan, pieces)
             if failure is None:
                 break
             self._narrow(*failure)
-        names = [each.name for each in self._lowerings]
-        record = PartRecord(self._module, plan, refused, self._context, names, pieces=pieces)
+        record = self._record(plan, pieces)
         if compile_fx.disable_cudagraphs(self._context.inductor_kwargs):
             emit_cudagraphs_off(self._context)
-        results = [self._built[_key(run.nodes)] for run in plan.runs]
+        results = [self._built[_key(run.lowering, run.nodes)] for run in plan.runs]
         record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
         for index, (result, _) in enumerate(results):
             record.emit_cache(result.lookups, index)
@@ -348,7 +376,7 @@ class _Builder:
     def _build_all(self, plan: Plan, pieces: Sequence[Piece]) -> tuple[Run, Exception] | None:
         """Build the runs that are not built yet; returns the first one that a compiler failed on."""
         for index, (run, piece) in enumerate(zip(plan.runs, pieces, strict=True)):
-            if _key(run.nodes) in self._built:
+            if _key(run.lowering, run.nodes) in self._built:
                 continue
             if len(pieces) > 1:
                 dump(self._context.graph_id, f"piece_{index}_{run.lowering}", piece.module, self._context.part)
@@ -369,7 +397,7 @@ class _Builder:
         start = time.perf_counter()
         with self._building(builder, subgraph, len(nodes)), self._tuning():
             result = builder.lower(piece.module, piece.fake_inputs, self._context)
-        self._built[_key(nodes)] = (result, time.perf_counter() - start)
+        self._built[_key(builder.name, nodes)] = (result, time.perf_counter() - start)
 
 
 def _untunable(error: BaseException) -> Reason:
@@ -382,9 +410,5 @@ def _untunable(error: BaseException) -> Reason:
     )
 
 
-def _key(nodes: Sequence[Node]) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes)
-
-
-def _index(names: Sequence[str], name: str) -> int:
-    return names.index(name) if name in names else len(names)
+def _key(lowering: str, nodes: Sequence[Node]) -> tuple[str, ...]:
+    return (lowering, *(node.name for node in nodes))

@@ -19,10 +19,12 @@ from omnicomp.lowerings import MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
 from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.lowerings.override import override_of
+from omnicomp.lowerings.overrides.registry import registered
+from omnicomp.lowerings.overrides.rewrite import REFUSED
 from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["Plan", "Run", "place", "taken_together"]
+__all__ = ["Plan", "Run", "left_for_overrides", "place", "taken_together"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,14 +95,14 @@ def place(
         if isinstance(producer, Node) and producer in placed:
             placed[node] = placed[producer]
             continue
-        rule = forced.get(node) or (last_match(rules, node, graph, part) if rules else None)
+        rule = forced.get(node) or _rule(node, context)
         placed[node], chain = _choose(node, lowerings, context, {**refused, MAIN.name: cut}, rule)
         if chain:
             declined.append(
                 NodePlacement(
                     node=node.name,
-                    op=op_name(node),
-                    lowering=placed[node],
+                    op=_program_name(node),
+                    lowering="override" if override_of(node) is not None else placed[node],
                     source=source_line(node),
                     module=module_path(node),
                     chain=chain,
@@ -108,6 +110,48 @@ def place(
             )
     counts = Counter("override" if override_of(node) else lowering for node, lowering in placed.items())
     return Plan(runs=_runs(placed, boundaries), counts=dict(sorted(counts.items())), declined=tuple(declined))
+
+
+def left_for_overrides(
+    module: GraphModule,
+    lowerings: Sequence[Lowering],
+    context: LoweringContext,
+    failed: Mapping[str, Mapping[str, Reason]],
+) -> dict[Node, tuple[Reason, ...]]:
+    """The nodes that every lowering before the overrides refuses, with the reasons; not those that call one.
+
+    Args:
+        module: a post-autograd graph.
+        lowerings: in the order of the policy.
+        context: where the graph comes from.
+        failed: nodes that a lowering failed to build or refuses, by the names of the lowering and the node.
+    """
+    found: dict[Node, tuple[Reason, ...]] = {}
+    for node in module.graph.nodes:
+        if not node.op.startswith("call_") or node.target is operator.getitem or override_of(node) is not None:
+            continue
+        rule = _rule(node, context)
+        asked = lowerings if rule is None else in_order(rule.lowerings, context.device.lowerings)
+        chain: list[Reason] = []
+        for lowering in asked:
+            if lowering.name == "override":
+                found[node] = tuple(chain)
+                break
+            reason = failed.get(lowering.name, {}).get(node.name) or lowering.supports(node, context)
+            if reason is None:
+                break
+            chain.append(reason)
+    return found
+
+
+def _rule(node: Node, context: LoweringContext) -> Rule | None:
+    """The rule for a node. An override in the place of an operator and the operator itself go by each other's name."""
+    rules = context.policy.rules
+    if not rules:
+        return None
+    names = [str(item.op) for item in registered() if item.op is not None and node.target in item.operators]
+    names += [str(item.operators[0]) for item in registered() if item.op is not None and item.op is node.target]
+    return last_match(rules, node, context.graph_id, context.part, names)
 
 
 def _choose(
@@ -125,6 +169,13 @@ def _choose(
         chain.extend(_ruled_out(rule, lowering, node) for lowering in others)
         lowerings = ruled
     names = [lowering.name for lowering in lowerings]
+    item = override_of(node)
+    if item is not None and "override" in names:
+        # What is before it refused the nodes whose place it takes.
+        inside = MAIN.name in names[names.index("override") :] and node.name not in failed[MAIN.name]
+        given_up = context.graph.given_up.get(item.name, ()) if item.form in ("tag", "search") else ()
+        chain += [*node.meta.get(REFUSED, ()), *given_up, *filter(None, [failed[MAIN.name].get(node.name)])]
+        return MAIN.name if inside else "override", tuple(dict.fromkeys(chain))  # opaque to Inductor, inside its graph
     for lowering in lowerings:
         reason = failed.get(lowering.name, {}).get(node.name) or lowering.supports(node, context)
         if reason is not None:
@@ -132,11 +183,15 @@ def _choose(
             if reason.code != "no_override":
                 chain.append(reason)
             continue
-        if lowering.name == "override" and MAIN.name in names and node.name not in failed[MAIN.name]:
-            return MAIN.name, tuple(chain)  # opaque to Inductor, inside its graph
         return lowering.name, tuple(chain)
     reasons = "; ".join(str(reason) for reason in chain) or "no lowering is left"
     raise LoweringError(f"no lowering of {names} takes {node.name} ({op_name(node)}) at {source_line(node)}: {reasons}")
+
+
+def _program_name(node: Node) -> str:
+    """The operator of the program that a node calls, or has the place of."""
+    item = override_of(node)
+    return str(item.op) if item is not None and item.form == "operator" else op_name(node)
 
 
 def _ruled_out(rule: Rule, lowering: Lowering, node: Node) -> Reason:

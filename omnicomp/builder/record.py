@@ -88,6 +88,7 @@ class PartRecord:
             note=self._note(plan),
         )
         self._declined = {node.node for node in plan.declined}
+        self._unfit = {(placed.node, placed.op): placed.chain for placed in refused}
         self._subgraphs: list[Subgraph] = []
         self._overrides: dict[str, list[str]] = {}
         self._calls: dict[str, list[PlannedCall]] = {}
@@ -213,9 +214,8 @@ class PartRecord:
         )
 
     def _note(self, plan: Plan) -> str:
-        if "override" not in self._names or self._names.index("override") > 0:
-            return ""
-        rest = sum(plan.counts.values()) - plan.counts.get("override", 0)
+        behind = self._names[self._names.index("override") + 1 :] if "override" in self._names else ()
+        rest = sum(plan.counts.get(name, 0) for name in behind)
         return f"no override is registered for the operators of {rest} nodes" if rest else ""
 
     def _attempts(self, builds: Sequence[tuple[str, float]]) -> list[Attempt]:
@@ -224,6 +224,8 @@ class PartRecord:
         for index, (run, (artefact, seconds)) in enumerate(zip(self._plan.runs, builds, strict=True)):
             identity = self.subgraph_id(index)
             refused = {reason.by: reason for node in run.nodes for reason in reasons.get(node.name, ())}
+            unfit = (self._unfit.get((node.name, op_name(node)), ()) for node in run.nodes)
+            refused.update(("override", reason) for chain in unfit for reason in chain[:1])
             for name in self._names:
                 if name == run.lowering:
                     attempts.append(
@@ -233,8 +235,11 @@ class PartRecord:
                 inside = self._overrides.get(identity)
                 skipped = "" if name in refused else _skipped(name, inside)
                 attempts.append(self._attempt(identity, name, ok=False, reason=refused.get(name), skipped=skipped))
-            for name in self._overrides.get(identity, ()):
+            inside = [node for node in run.nodes if override_of(node) is not None]
+            for name, node in zip(self._overrides.get(identity, ()), inside, strict=False):
                 child = f"{identity}/{name}"
+                before = {reason.by: reason for reason in reasons.get(node.name, ())}
+                attempts += [self._attempt(child, by, ok=False, reason=reason) for by, reason in before.items()]
                 attempts.append(self._attempt(child, MAIN.name, ok=False, skipped="skipped: kernel_override selected"))
                 attempts.append(self._attempt(child, "override", ok=True, selected=True))
         return attempts

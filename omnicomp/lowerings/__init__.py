@@ -9,7 +9,16 @@ if __name__ != "omnicomp.lowerings":
 
 from typing import Final
 
-from omnicomp.lowerings.base import Executable, GraphRecord, KeyParts, Lowering, LoweringContext, Support, WholeLowering
+from omnicomp.lowerings.base import (
+    Executable,
+    GraphRecord,
+    KeyParts,
+    Lowering,
+    LoweringContext,
+    Support,
+    WholeLowering,
+    names_in_order,
+)
 from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.engines import resolve_engine
@@ -51,14 +60,5 @@ def lowering(name: str) -> Lowering:
 
 
 def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:
-    """The lowerings of a policy that a device has, in the policy's order, with eager at the end if it is not in it.
-
-    Args:
-        names: the policy's lowerings.
-        served: the device's; a compiler of its own stands before Inductor, unless the policy has a place for it.
-            Engines say themselves which devices they serve.
-    """
-    if "device" not in names:
-        names = tuple(each for name in names for each in (("device", name) if name == MAIN.name else (name,)))
-    chosen = [name for name in names if name in served or name not in LOWERINGS]
-    return [lowering(name) for name in (*chosen, *(() if "eager" in chosen else ("eager",)))]
+    """The lowerings of a policy that a device has; see `names_in_order`."""
+    return [lowering(name) for name in names_in_order(names, served)]

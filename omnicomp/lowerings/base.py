@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,7 +14,17 @@ from omnicomp.options.policy import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
 from omnicomp.timeline.step_down import Where
 
-__all__ = ["Executable", "GraphRecord", "KeyParts", "Lowering", "LoweringContext", "Support", "WholeLowering"]
+__all__ = [
+    "Executable",
+    "GraphRecord",
+    "KeyParts",
+    "LateMatch",
+    "Lowering",
+    "LoweringContext",
+    "Support",
+    "WholeLowering",
+    "names_in_order",
+]
 
 Support = Reason | None
 """The answer to "do you take this node?": None is yes, a `Reason` is no."""
@@ -34,6 +44,23 @@ class KeyParts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LateMatch:
+    """A match of an override of a module or a search that stands behind other lowerings in the order.
+
+    Attributes:
+        override: its name.
+        node: the node of the Dynamo graph by which it is known: the first of a block, the output of what was found.
+        nodes: all that it would take.
+        declined: why it can't be put in; None if it can.
+    """
+
+    override: str
+    node: str
+    nodes: frozenset[str]
+    declined: NodePlacement | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphRecord:
     """The record of a Dynamo graph: identity, provenance and cache key.
 
@@ -45,6 +72,8 @@ class GraphRecord:
         places: provenance of its nodes behind the passes.
         sizes: what its symbolic sizes were at compile time, by name.
         declined: its blocks that an override matched but was not put into.
+        late: matches of overrides that enter only if the lowerings before them refuse something.
+        given_up: of those that entered for that reason, by the override's name, what refused it.
         key: the components of its cache keys that are known before a lookup.
     """
 
@@ -55,6 +84,8 @@ class GraphRecord:
     places: Places = dataclasses.field(default_factory=Places)
     sizes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     declined: tuple[NodePlacement, ...] = ()
+    late: tuple[LateMatch, ...] = ()
+    given_up: Mapping[str, tuple[Reason, ...]] = dataclasses.field(default_factory=dict[str, tuple[Reason, ...]])
     key: KeyParts = dataclasses.field(default_factory=KeyParts)
 
 
@@ -153,6 +184,23 @@ class Lowering(Protocol):
                 from another lowering it becomes a LoweringError.
         """
         ...
+
+
+_OWN: Final = ("override", "device", "inductor", "eager")
+
+
+def names_in_order(names: tuple[str, ...], served: tuple[str, ...]) -> tuple[str, ...]:
+    """The lowerings of a policy that a device has, in the policy's order, with eager at the end if it is not in it.
+
+    Args:
+        names: the policy's lowerings.
+        served: the device's; a compiler of its own stands before Inductor, unless the policy has a place for it.
+            Engines say themselves which devices they serve.
+    """
+    if "device" not in names:
+        names = tuple(each for name in names for each in (("device", name) if name == "inductor" else (name,)))
+    chosen = tuple(name for name in names if name in served or name not in _OWN)
+    return chosen if "eager" in chosen else (*chosen, "eager")
 
 
 class WholeLowering(Lowering, Protocol):

@@ -2,15 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch.fx import GraphModule, Node
 
+from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.devices import Device
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.eager import EagerLowering, eager_executable, prepare
+from omnicomp.lowerings.override import override_of
+from omnicomp.timeline import Reason
 
 __all__ = ["DeviceLowering"]
+
+_OURS: Final = ("omnicomp", "omnicomp_override")
 
 
 class DeviceLowering:
@@ -19,9 +24,19 @@ class DeviceLowering:
     name = "device"
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
-        """Every node that runs outside Inductor's generated code; the device's compiler decides when it builds."""
+        """Every operator of torch's or the program's; the device's compiler decides when it builds."""
         reason = EagerLowering().supports(node, context)
-        return None if reason is None else dataclasses.replace(reason, by=self.name)
+        if reason is not None:
+            return dataclasses.replace(reason, by=self.name)
+        if getattr(node.target, "namespace", "") not in _OURS and override_of(node) is None:
+            return None
+        return Reason(
+            code="unsupported_op",
+            by=self.name,
+            sentence="it is an operator of omnicomp, and the compiler of a device is given those of torch",
+            node=f"{node.name} ({op_name(node)})",
+            source=source_line(node),
+        )
 
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
         """Compile, and make the results' strides what the neighbours were built for."""

@@ -50,13 +50,14 @@ class Rule:
         number, variant, part, index = found.groups()
         return f"g{number}{variant or ''}", part, None if index is None else int(index)
 
-    def matches(self, node: Node, graph: str, part: str) -> bool:
-        """Whether the rule is for a node, leaving aside selectors of subgraphs."""
+    def matches(self, node: Node, graph: str, part: str, names: Sequence[str] = ()) -> bool:
+        """Whether the rule is for a node, leaving aside selectors of subgraphs; `names` are further operators of it."""
         if self.place is not None:
             named, own_part, index = self.place
             return named == graph and own_part in (None, part) and index is None
-        name = op_name(node)
-        if self.selector in (node.name, "*") or names_operator(name, self.selector):
+        if self.selector in (node.name, "*"):
+            return True
+        if any(names_operator(name, self.selector) for name in (op_name(node), *names)):
             return True
         return is_within(module_path(node), self.selector)
 
@@ -94,9 +95,9 @@ def parse_environment(text: str, known: Sequence[str]) -> tuple[Rule, ...]:
     return parse_rules(given, known)
 
 
-def last_match(rules: Sequence[Rule], node: Node, graph: str, part: str) -> Rule | None:
-    """The rule that decides on a node, leaving aside those of subgraphs."""
-    return next((rule for rule in reversed(rules) if rule.matches(node, graph, part)), None)
+def last_match(rules: Sequence[Rule], node: Node, graph: str, part: str, names: Sequence[str] = ()) -> Rule | None:
+    """The rule that decides on a node, leaving aside those of subgraphs; `names` are further operators of it."""
+    return next((rule for rule in reversed(rules) if rule.matches(node, graph, part, names)), None)
 
 
 def named_subgraphs(rules: Sequence[Rule], graph: str, part: str) -> dict[int, Rule]:

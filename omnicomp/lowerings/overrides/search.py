@@ -21,7 +21,8 @@ from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_lin
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, raised
 from omnicomp.lowerings.overrides.declaration import Override, refused
-from omnicomp.lowerings.overrides.rewrite import asked_first, declined_at, excluded, found_wrong
+from omnicomp.lowerings.overrides.late import Choice
+from omnicomp.lowerings.overrides.rewrite import declined_at, entering, excluded, found_wrong
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
 __all__ = ["Ended", "Found", "apply_searches"]
@@ -68,28 +69,36 @@ class Ended:
     lever: str = ""
 
 
-def apply_searches(module: GraphModule, context: LoweringContext, *, training: bool) -> tuple[NodePlacement, ...]:
+def apply_searches(
+    module: GraphModule, context: LoweringContext, choice: Choice, *, training: bool
+) -> tuple[NodePlacement, ...]:
     """Put the overrides with a search into a Dynamo graph, in place.
 
     Args:
         module: the graph.
         context: where it comes from.
+        choice: which of them enter; gets those that did.
         training: whether it may be differentiated.
 
     Returns:
         The matches at which the override was not inserted, with the reason.
     """
-    items = asked_first(context, "search")
+    items = entering(context, "search")
     declined: list[NodePlacement] = []
     changed = False
     for item in items:
-        for found in _run(item, module, context, declined):
+        for found in _run(item, module, context, choice, declined):
+            nodes = (found.output, *found.steps)
+            if not choice.takes(item, nodes, context):
+                continue
             try:
                 _replace(item, found, module, context, training)
+                choice.met(item, nodes)
                 changed = True
             except Refused as refusal:
                 declined.append(declined_at(found.output, refusal.reason, context))
-        declined += _in_regions(item, module, context)
+                choice.met(item, nodes, declined[-1])
+        declined += _in_regions(item, module, context, choice)
     if changed:
         module.graph.lint()
         module.recompile()
@@ -97,7 +106,7 @@ def apply_searches(module: GraphModule, context: LoweringContext, *, training: b
 
 
 def _run(
-    item: Override, module: GraphModule, context: LoweringContext, declined: list[NodePlacement]
+    item: Override, module: GraphModule, context: LoweringContext, choice: Choice, declined: list[NodePlacement]
 ) -> Iterator[Found]:
     """The matches of one search; candidates that it did not understand go to `declined`."""
     assert item.search is not None
@@ -114,22 +123,23 @@ def _run(
     for result in results:
         if isinstance(result, Found):
             yield result
-        else:
+        elif choice.takes(item, [result.node], context):
             reason = refused(item, result.sentence, observed=result.observed, needed=result.needed, lever=result.lever)
             declined.append(declined_at(result.node, reason, context))
+            choice.met(item, [result.node], declined[-1])
 
 
-def _in_regions(item: Override, module: GraphModule, context: LoweringContext) -> list[NodePlacement]:
+def _in_regions(item: Override, module: GraphModule, context: LoweringContext, choice: Choice) -> list[NodePlacement]:
     """Places inside the graphs that higher-order operators call, where a checkpoint would run the call twice."""
     assert item.search is not None
     declined: list[NodePlacement] = []
     for region in submodules(module):
         for found in item.search(region):
-            if isinstance(found, Found):
+            if isinstance(found, Found) and choice.takes(item, (found.output, *found.steps), context):
                 sentence = "it is in a region of a higher-order operator, such as a checkpoint"
                 reason = refused(item, sentence, lever="compute it outside of the region")
                 declined.append(declined_at(found.output, reason, context))
-        declined += _in_regions(item, region, context)
+        declined += _in_regions(item, region, context, choice)
     return declined
 
 

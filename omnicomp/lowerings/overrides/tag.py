@@ -15,7 +15,8 @@ from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
 from omnicomp.lowerings.overrides.declaration import Function, Override, refused
-from omnicomp.lowerings.overrides.rewrite import asked_first, declined_at
+from omnicomp.lowerings.overrides.late import Choice
+from omnicomp.lowerings.overrides.rewrite import declined_at, entering
 from omnicomp.privacy import logger
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
@@ -45,30 +46,34 @@ class Matched:
     differentiable: tuple[str, ...]
 
 
-def apply_blocks(module: GraphModule, context: LoweringContext, *, training: bool) -> tuple[NodePlacement, ...]:
+def apply_blocks(
+    module: GraphModule, context: LoweringContext, choice: Choice, *, training: bool
+) -> tuple[NodePlacement, ...]:
     """Put the overrides of blocks into a Dynamo graph, in place.
 
     Args:
         module: the graph.
         context: where it comes from.
+        choice: which of them enter; gets those that did.
         training: whether it may be differentiated.
 
     Returns:
         The blocks that an override matched but was not put into, with its reason.
     """
-    items = asked_first(context, "tag")
+    items = entering(context, "tag")
     taken: dict[Node, Override] = {}
     refusals: list[NodePlacement] = []
     for item in items:
         gone: set[Node] = set()
         # Outer blocks come first: one inside a block that was taken is gone, and is not asked about.
         for block in _matching(item, module):
-            if block.nodes[0] in gone:
+            if block.nodes[0] in gone or not choice.takes(item, block.nodes, context):
                 continue
             try:
                 call = _replace(item, block, module, context, taken, training)
             except Refused as refusal:
                 refusals.append(_declined(block, refusal.reason, context))
+                choice.met(item, block.nodes, refusals[-1])
                 continue
             except CONTROL_FLOW:
                 raise
@@ -78,11 +83,13 @@ def apply_blocks(module: GraphModule, context: LoweringContext, *, training: boo
                     raise
                 reason = raised(item, f"{block.path} can't be judged", error)
                 refusals.append(_declined(block, reason, context))
+                choice.met(item, block.nodes, refusals[-1])
                 continue
             if call is not None:
+                choice.met(item, block.nodes)
                 taken[call] = item
                 gone.update(block.nodes)
-        refusals += _in_regions(item, module, context)
+        refusals += _in_regions(item, module, context, choice)
     if taken:
         module.graph.lint()
         module.recompile()
@@ -117,15 +124,17 @@ def _declined(block: Block, reason: Reason, context: LoweringContext) -> NodePla
     return declined_at(block.nodes[0], reason, context, module=block.path, op=block.cls.__name__)
 
 
-def _in_regions(item: Override, module: GraphModule, context: LoweringContext) -> list[NodePlacement]:
+def _in_regions(item: Override, module: GraphModule, context: LoweringContext, choice: Choice) -> list[NodePlacement]:
     """Blocks inside the graphs that higher-order operators call: parameters cannot be recognised there."""
     found: list[NodePlacement] = []
     for region in submodules(module):
         for block in _matching(item, region):
+            if not choice.takes(item, block.nodes, context):
+                continue
             sentence = f"the block {block.path} is in a region of a higher-order operator, such as a checkpoint"
             reason = refused(item, sentence, lever="call the module outside of the region")
             found.append(_declined(block, reason, context))
-        found += _in_regions(item, region, context)
+        found += _in_regions(item, region, context, choice)
     return found
 
 

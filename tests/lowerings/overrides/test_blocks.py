@@ -12,6 +12,7 @@ import omnicomp
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects, find_blocks
+from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.lowerings.overrides.tag import apply_blocks
 from omnicomp.options.policy import parse
@@ -79,7 +80,7 @@ def apply(module: GraphModule) -> tuple[NodePlacement, ...]:
         policy=parse(None, {"lowerings": ["override", "eager"]}),
         timeline=current(),
     )
-    return apply_blocks(module, context, training=False)
+    return apply_blocks(module, context, Choice(), training=False)
 
 
 def test_what_belongs_to_a_block() -> None:

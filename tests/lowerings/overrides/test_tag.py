@@ -234,13 +234,13 @@ def test_what_was_replaced_is_known_after_autograd(monkeypatch: pytest.MonkeyPat
     from omnicomp.builder import part as ladder
 
     seen: list[GraphModule] = []
-    original = ladder.apply_overrides
+    original = ladder.place
 
-    def spy(module: GraphModule, context: Any) -> Any:
+    def spy(module: GraphModule, *others: Any) -> Any:
         seen.append(module)
-        return original(module, context)
+        return original(module, *others)
 
-    monkeypatch.setattr(ladder, "apply_overrides", spy)
+    monkeypatch.setattr(ladder, "place", spy)
 
     @omnicomp.override(module=MLP, name="known")
     @torch.library.custom_op("omnicomp_test_tag::known", mutates_args=())

@@ -1,0 +1,127 @@
+"""Overrides of modules and searches that stand behind other lowerings in the order.
+
+Such an override enters a Dynamo graph before autograd, and whether the lowerings before it refuse anything is known
+only when a part is placed, or could not be built. So the graph is compiled without it first. If a node is left over
+that it would take, `LateOverrides` is raised, and the graph is compiled again with it.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Final
+
+from torch.fx import Node
+
+from omnicomp.errors import first_line
+from omnicomp.lowerings.base import GraphRecord, LateMatch, LoweringContext, names_in_order
+from omnicomp.lowerings.overrides.declaration import Override
+from omnicomp.options.placement_rules import last_match
+from omnicomp.timeline import NodePlacement, Reason
+
+__all__ = ["Choice", "LateOverrides", "can_restart", "left_for", "raise_late", "restartable"]
+
+_local: Final = threading.local()
+
+
+class LateOverrides(BaseException):
+    """The graph is to be compiled again with these overrides; raised only inside `restartable`.
+
+    It is no `Exception`: those lead to the next lowering.
+    """
+
+    def __init__(self, matches: Mapping[LateMatch, tuple[Reason, ...]]) -> None:
+        super().__init__(", ".join(match.override for match in matches))
+        self.matches = matches
+
+
+@contextlib.contextmanager
+def restartable() -> Generator[None]:
+    """Inside, a compilation of this thread may raise `LateOverrides`."""
+    before = can_restart()
+    _local.restartable = True
+    try:
+        yield
+    finally:
+        _local.restartable = before
+
+
+def can_restart() -> bool:
+    """Whether this thread is inside `restartable`."""
+    return getattr(_local, "restartable", False)
+
+
+def left_for(nodes: Mapping[Node, tuple[Reason, ...]], context: LoweringContext) -> dict[LateMatch, tuple[Reason, ...]]:
+    """The matches that would take one of these nodes of a part, with the reasons of the lowerings before them."""
+    found: dict[LateMatch, tuple[Reason, ...]] = {}
+    for node, chain in nodes.items() if context.graph.late else ():
+        # The names of the nodes of the Dynamo graph that it was made of.
+        names = {str(entry[0]) for entry in node.meta.get("source_fn_stack") or ()}
+        for match in context.graph.late:
+            if names & match.nodes:
+                found[match] = found.get(match, ()) or chain
+    return found
+
+
+def raise_late(graph: GraphRecord, error: Exception, by: str) -> None:
+    """Raise `LateOverrides` with all overrides that may still enter, where something can't be compiled as a whole.
+
+    Args:
+        graph: what it belongs to.
+        error: why it can't.
+        by: what failed.
+    """
+    matches = [match for match in graph.late if match.declined is None]
+    if matches:
+        reason = Reason(
+            code="build_failed",
+            by=by,
+            sentence=f"the graph can't be compiled without them: {first_line(error)}",
+            observed=type(error).__name__,
+        )
+        raise LateOverrides(dict.fromkeys(matches, (reason,))) from error
+
+
+@dataclasses.dataclass
+class Choice:
+    """Which matches of overrides enter a Dynamo graph.
+
+    Attributes:
+        late: whether those enter that stand behind other lowerings; else those that are asked first.
+        chosen: by override and node, those of them that enter; None: all.
+        matches: the late ones that entered, or were refused.
+        waiting: whether there are late ones, which are not asked for.
+    """
+
+    late: bool = False
+    chosen: Collection[tuple[str, str]] | None = None
+    matches: list[LateMatch] = dataclasses.field(default_factory=list[LateMatch])
+    waiting: bool = False
+
+    def takes(self, item: Override, nodes: Sequence[Node], context: LoweringContext) -> bool:
+        """Whether an override is to be put in the place of nodes, by the first of which the match is known."""
+        late = _stands_behind(nodes, context)
+        if late is None:
+            return False
+        self.waiting |= late
+        if late != self.late:
+            return False
+        return not late or self.chosen is None or (item.name, nodes[0].name) in self.chosen
+
+    def met(self, item: Override, nodes: Sequence[Node], declined: NodePlacement | None = None) -> None:
+        """Note a match that entered, or was refused."""
+        names = frozenset(node.name for node in nodes)
+        self.matches.append(LateMatch(override=item.name, node=nodes[0].name, nodes=names, declined=declined))
+
+
+def _stands_behind(nodes: Sequence[Node], context: LoweringContext) -> bool | None:
+    """Whether something is asked before the overrides about one of the nodes; None if no override is wanted."""
+    behind = False
+    for node in nodes:
+        rule = last_match(context.policy.rules, node, context.graph_id, "") if context.policy.rules else None
+        names = names_in_order((rule or context.policy).lowerings, context.device.lowerings)
+        if "override" in names:
+            behind |= names[0] != "override"
+        elif rule is None:
+            return None
+    return behind
