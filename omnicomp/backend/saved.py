@@ -241,6 +241,7 @@ class _Artefact(saving.BackendCacheArtifact[Any]):
 
     def after_deserialization(self) -> Callable[..., Any]:
         """The function of the graph's inputs."""
+        saving.fresh_names()
         return _restored(_Content.of(self.content))
 
 

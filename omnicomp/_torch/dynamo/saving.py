@@ -8,6 +8,8 @@ without anything that surrounds it; inside of `wanted` it does not see the numbe
 import contextlib
 import copy
 import dataclasses
+import itertools
+import random
 import types
 from collections.abc import Callable, Generator
 from typing import Any, Final
@@ -15,6 +17,7 @@ from typing import Any, Final
 import torch
 import torch._dynamo.config
 import torch._functorch.config
+from torch._dynamo import bytecode_transformation
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
 from torch._dynamo.precompile_context import BackendCacheArtifact, PrecompileContext
 from torch.fx import GraphModule
@@ -26,6 +29,7 @@ __all__ = [
     "SerializableCallable",
     "Wish",
     "bundle",
+    "fresh_names",
     "is_bundled",
     "record",
     "unbundle",
@@ -119,6 +123,15 @@ def _prepared(graph: Any) -> Any:
 def unbundle(data: bytes) -> Callable[..., Any]:
     """The function of the graph's inputs that `bundle` made the bytes of."""
     return BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(data).compiled_fn
+
+
+def fresh_names() -> None:
+    """Have Dynamo number its global names from elsewhere on, once the names of another process are about to be loaded.
+
+    With `caching_precompile` a function that was loaded brings global names along, which Dynamo numbers from 0 in each
+    process: the next function that it traces in the same module raises "already exists in scope", whatever the backend.
+    """
+    bytecode_transformation._unique_id_counter = itertools.count(random.SystemRandom().getrandbits(48))
 
 
 def record(artefact: BackendCacheArtifact[Any]) -> None:
