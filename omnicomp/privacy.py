@@ -50,6 +50,8 @@ _AFTER_TOKEN: Final = frozenset("id ids type len length count size dim limit bud
 _PASSWORD: Final = re.compile(r"://[^/\s:@]*:([^/\s@]{8,})@")
 # Shorter values (`1`, `main`) are no secrets, and would be found in words.
 _SHORTEST: Final = 8
+# What JSON's readers take for a number; larger ones are texts.
+_BITS: Final = 64
 # Credentials that tell what they are: of Hugging Face, GitHub, GitLab, OpenAI, Anthropic, Stripe, Slack, AWS, Google,
 # PyPI, npm, Docker, SendGrid, Shopify, DigitalOcean, and JSON web tokens.
 _TOKEN: Final = (
@@ -181,7 +183,9 @@ class Cleaner:
             found = self._dataclass(value)
         elif isinstance(value, (set, frozenset)):
             found = type(value)(self.value(item) for item in found)
-        elif not isinstance(value, (int, float, complex)) and value is not None:
+        elif isinstance(value, int):
+            found = value if value.bit_length() <= _BITS else shown(value)
+        elif not isinstance(value, (float, complex)) and value is not None:
             # What is not text becomes text where it is written.
             try:
                 told = str(value)

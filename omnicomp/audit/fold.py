@@ -1,7 +1,7 @@
 """From events to the report: a pure function, which keeps none of the events that it has counted.
 
 What repeats is counted: samples of memory and time become one figure for each subgraph. Lists that would grow through a
-long run are bounded by `_MOST` and `_MOST_OF_PASSES`, and `left_out` counts the events beyond that.
+long run, and of many graphs, are bounded by `_MOST` and what follows it, and `left_out` counts the events beyond that.
 """
 
 import dataclasses
@@ -54,6 +54,10 @@ _PART_ORDER: Final = {"forward": 0, "inference": 1, "backward": 2}
 _MOST: Final = 64
 _MOST_EQUAL: Final = 4
 _MOST_OF_PASSES: Final = 20_000
+_MOST_GRAPHS: Final = 10_000
+# Of all graphs together: subgraphs and parts, and events in lists.
+_MOST_ROWS: Final = 200_000
+_MOST_EVENTS: Final = 300_000
 _LISTS: Final[dict[type[Event], str]] = {
     Option: "ineffective",
     PassRun: "passes",
@@ -83,27 +87,45 @@ def fold(events: Iterable[Event], *, skipped: int = 0) -> Report:
         skipped: lines of the file that were torn.
     """
     graphs: dict[str, _Graph] = {}
-    count = 0
+    count = left_out = rows = 0
+    room = _Room()
     for event in events:
         count += 1
         graph = graphs.get(event.graph)
         if graph is None:
-            graph = graphs[event.graph] = _Graph(event.graph)
+            if len(graphs) >= _MOST_GRAPHS or rows >= _MOST_ROWS:
+                left_out += isinstance(event, Capture)
+                continue
+            graph = graphs[event.graph] = _Graph(event.graph, room)
+        elif rows >= _MOST_ROWS and graph.is_new(event):
+            graph.bounded.count("subgraphs")
+            continue
+        before = graph.size
         graph.add(event)
+        rows += graph.size - before
     frozen = with_identities([graph.freeze() for graph in graphs.values()])
-    return with_shares(Report(graphs=frozen, events=count, skipped=skipped))
+    return with_shares(Report(graphs=frozen, events=count, skipped=skipped, left_out=left_out))
+
+
+class _Room:
+    """How many events the lists of a whole report may still take."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_EVENTS
 
 
 class _Bounded:
     """Lists of events by name, each of bounded length."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: _Room) -> None:
+        self.room = room
         self.lists: dict[str, list[Any]] = {}
         self.left_out: dict[str, int] = {}
 
     def add(self, name: str, event: Event) -> None:
         found = self.lists.setdefault(name, [])
-        if len(found) < (_MOST_OF_PASSES if name in _OF_PASSES else _MOST):
+        if self.room.left and len(found) < (_MOST_OF_PASSES if name in _OF_PASSES else _MOST):
+            self.room.left -= 1
             found.append(event)
         else:
             self.count(name)
@@ -118,13 +140,13 @@ class _Bounded:
 class _Row:
     """A subgraph while its events come in; `expected` follows the retreats, so that each run is judged by its time."""
 
-    def __init__(self, id: str, graph: str, part: str) -> None:
+    def __init__(self, id: str, graph: str, part: str, room: _Room) -> None:
         self.fields: dict[str, Any] = {"id": id, "graph": graph, "part": part}
         self.planned = ""
         self.expected = ""
         self.difference = ""
         self.superseded = False
-        self.bounded = _Bounded()
+        self.bounded = _Bounded(room)
         self.last: Ran | None = None
         self.timing: TimeUse | None = None
         self.samples = 0
@@ -216,15 +238,27 @@ class _Row:
 class _Graph:
     """A Dynamo graph while its events come in."""
 
-    def __init__(self, id: str) -> None:
+    def __init__(self, id: str, room: _Room) -> None:
         self.id = id
         self.capture = Capture(graph=id)
-        self.bounded = _Bounded()
+        self.bounded = _Bounded(room)
         self.placements: dict[str, Placement] = {}
         self.rows: dict[str, _Row] = {}
         # An attempt may come before what it is an attempt at is known.
         self.attempts: dict[str, list[Attempt]] = {}
         self.retreats: list[Retreat] = []
+
+    @property
+    def size(self) -> int:
+        """How many subgraphs and parts it has."""
+        return len(self.rows) + len(self.placements) + len(self.attempts)
+
+    def is_new(self, event: Event) -> bool:
+        """Whether an event is of a subgraph or a part that is not known yet."""
+        if isinstance(event, Placement):
+            return event.part not in self.placements
+        id = getattr(event, "subgraph", "")
+        return bool(id) and id not in self.rows
 
     def add(self, event: Event) -> None:
         name = _LISTS.get(type(event))
@@ -292,7 +326,7 @@ class _Graph:
     def _row(self, id: str, part: str) -> _Row:
         row = self.rows.get(id)
         if row is None:
-            row = self.rows[id] = _Row(id, self.id, part)
+            row = self.rows[id] = _Row(id, self.id, part, self.bounded.room)
             for attempt in self.attempts.pop(id, ()):
                 row.bounded.add("attempts", attempt)
             if "/" not in id:

@@ -458,12 +458,23 @@ class Report:
         events: number of events that it was made from.
         share_basis: what `share` counts: `flops`, `nodes` where FLOPs are unknown or all zero, or `none`.
         skipped: lines of timeline files that were torn, and left out.
+        left_out: graphs that the report has no room for; the later ones.
     """
 
     graphs: tuple[GraphAudit, ...] = ()
     events: int = 0
     share_basis: str = "none"
     skipped: int = 0
+    left_out: int = 0
+
+    @property
+    def gaps(self) -> str:
+        """What the report does not have, as one sentence; empty if it has everything."""
+        counts = {"later graph": self.left_out, "torn line": self.skipped}
+        events = sum(sum(graph.left_out.values()) for graph in self.graphs)
+        counts["event"] = events + sum(sum(row.left_out.values()) for row in self.subgraphs)
+        told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count]
+        return f"left out of this report: {', '.join(told)}" if told else ""
 
     @property
     def subgraphs(self) -> tuple[SubgraphAudit, ...]:

@@ -13,13 +13,18 @@ from typing import Any, BinaryIO, Final
 from omnicomp.audit.model import Report
 from omnicomp.audit.report import Audit, fold
 from omnicomp.audit.views.jsonform import from_json, to_dict
-from omnicomp.errors import TimelineError
+from omnicomp.errors import ReportError, TimelineError
 from omnicomp.timeline import Boundary, Capture, Event
 from omnicomp.timeline.files import TimelineReader
 
 __all__ = ["Events", "load", "read"]
 
 _BEGINNING: Final = 2**16
+# A report is read as a whole, and takes ten times its size; a timeline is not.
+_LARGEST: Final = 2**28
+# Names of graphs that are told apart; the report leaves later graphs out in any case.
+_NAMES: Final = 100_000
+_LATER: Final = "later graphs"
 _KEYS: Final = re.compile(rb'\{\s*"(\w+)"(?:\s*:\s*\d+\s*,\s*"(\w+)")?')
 _REPORT: Final = frozenset(to_dict(Report()))
 
@@ -53,9 +58,13 @@ class Events:
         for record, event in self._reader:
             pid = str(record.get("pid"))
             if isinstance(event, Capture):
-                taken[event.graph] = taken.get(event.graph, 0) + 1
-                count = taken[event.graph]
-                latest[event.graph] = names[pid, event.graph] = event.graph if count == 1 else f"{event.graph}@{count}"
+                if len(names) < _NAMES or (pid, event.graph) in names:
+                    taken[event.graph] = taken.get(event.graph, 0) + 1
+                    count = taken[event.graph]
+                    name = event.graph if count == 1 else f"{event.graph}@{count}"
+                    latest[event.graph] = names[pid, event.graph] = name
+                elif event.graph in latest:
+                    latest[event.graph] = _LATER
             # A forked child runs graphs that its parent captured.
             name = names.get((pid, event.graph)) or latest.get(event.graph, event.graph)
             yield _renamed(event, name) if name != event.graph else event
@@ -91,7 +100,10 @@ def load(path: str | PathLike[str]) -> Audit:
                 # What can be read once only, as a pipe, goes on from there.
                 again = None if opened.seekable() else io.BufferedReader(_Rejoined(beginning, opened))
                 return _of_events(Events(file, again))
-            text = (beginning + opened.read()).decode("utf-8-sig", "replace")
+            data = beginning + opened.read(_LARGEST)
+            if len(data) > _LARGEST:
+                raise ReportError(f"{file} has more than {_LARGEST >> 20} MiB; give the timeline that it was made of")
+            text = data.decode("utf-8-sig", "replace")
         except OSError as error:
             raise TimelineError(f"{file} can't be read ({error.strerror}); give a timeline or a report") from None
     return Audit.of(from_json(text, str(file)))

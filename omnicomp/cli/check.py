@@ -36,11 +36,13 @@ def reports(path: Path) -> list[tuple[str, Audit]]:
     Raises:
         OmnicompError: one of them can't be read, or the folder has none.
     """
-    if not path.is_dir():
-        return [(str(path), load_report(path))]
-    found = [(str(file), load_report(file)) for file in timelines(path)]
+    files = timelines(path) if path.is_dir() else [path]
+    found = [(str(file), load_report(file)) for file in files]
     if not found:
         raise TimelineError(f"{path} has no timelines (*.jsonl); write some with OMNICOMP_TIMELINE='{path}/%p.jsonl'")
+    for name, audit in found:
+        if audit.left_out:
+            raise TimelineError(f"{name} has {audit.left_out} graphs more than are judged; give one timeline a process")
     return found
 
 

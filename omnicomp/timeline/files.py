@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
@@ -13,7 +14,7 @@ from omnicomp.privacy import logger
 from omnicomp.timeline.events import EVENT_TYPES, SCHEMA_VERSION, Event, NodePlacement
 from omnicomp.timeline.reasons import Reason
 
-__all__ = ["ROTATED", "TimelineReader", "event_from_dict", "read_events", "read_records"]
+__all__ = ["ROTATED", "TimelineReader", "check_numbers", "event_from_dict", "read_events", "read_records"]
 
 log = logger("omnicomp.timeline")
 
@@ -22,6 +23,8 @@ ROTATED: Final = ".1"
 
 # No event is longer; a file without line ends is not read into memory as a whole.
 _LONGEST: Final = 64 * 2**20
+_DIGITS: Final = re.compile(rb"\d{19}")
+_BITS: Final = 64
 # So many lines that are no JSON, and nothing else before them, are no timeline.
 _PATIENCE: Final = 100
 
@@ -94,6 +97,7 @@ class TimelineReader:
         try:
             if not isinstance(data, dict):
                 raise TypeError("it is no JSON object")
+            check_numbers(data, line)
             event = event_from_dict(data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise TimelineError(_no_event(file, number, str(error))) from None
@@ -101,6 +105,28 @@ class TimelineReader:
             self._events += 1  # of a newer version
             return None
         return data, event
+
+
+def check_numbers(data: Any, text: str | bytes) -> None:
+    """Refuse numbers that no float can hold: a view would fail on them, far from their line.
+
+    Args:
+        data: what `text` says as JSON; it is looked through only if the text has as many digits in a row.
+        text: of the file.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if _DIGITS.search(text if isinstance(text, bytes) else text.encode("utf-8", "replace")):
+        _check_numbers(data)
+
+
+def _check_numbers(data: Any) -> None:
+    if isinstance(data, int) and data.bit_length() > _BITS:
+        raise ValueError(f"a number of {data.bit_length()} bits is more than anything that is counted")
+    if isinstance(data, (dict, list)):
+        for item in data.values() if isinstance(data, dict) else data:
+            _check_numbers(item)
 
 
 def _no_event(file: Path, number: int, detail: str) -> str:

@@ -40,6 +40,7 @@ def generate(*, strict: bool = False) -> dict[str, Any]:
         "summary": {"type": "string", "description": "the one line"},
         "events": {**_COUNT, "description": "number of events that it was made from"},
         "skipped": {**_COUNT, "description": _documented(Report)["skipped"]},
+        "left_out": {**_COUNT, "description": _documented(Report)["left_out"]},
         "share_basis": {"enum": list(SHARE_BASES), "description": _documented(Report)["share_basis"]},
         "shares": {**_SHARES, "description": "share of the work by lowering"},
         "shares_by": {

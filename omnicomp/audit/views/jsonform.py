@@ -20,6 +20,7 @@ from omnicomp.audit.views.rows import summary
 from omnicomp.errors import ReportError
 from omnicomp.escapes import json_text
 from omnicomp.timeline import Event, Reason
+from omnicomp.timeline.files import check_numbers
 
 __all__ = ["Key", "decode", "encode", "from_dict", "from_json", "keys", "stable", "to_dict", "to_json"]
 
@@ -191,6 +192,7 @@ def to_dict(audit: Report) -> dict[str, Any]:
         "summary": summary(audit),
         "events": audit.events,
         "skipped": audit.skipped,
+        "left_out": audit.left_out,
         "share_basis": audit.share_basis,
         "shares": audit.shares,
         "shares_by": audit.shares_by,
@@ -210,6 +212,7 @@ def from_json(text: str, name: str) -> Report:
     """
     try:
         data = json.loads(text)
+        check_numbers(data, text)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is no report ({error}); give what omnicomp audit --format json wrote") from None
     return from_dict(data, name)
@@ -232,6 +235,7 @@ def from_dict(data: Any, name: str = "the report") -> Report:
             events=decode(int, data.get("events", 0), "events"),
             share_basis=_basis(data.get("share_basis", "none")),
             skipped=decode(int, data.get("skipped", 0), "skipped"),
+            left_out=decode(int, data.get("left_out", 0), "left_out"),
         )
     except ReportError as error:
         raise ReportError(f"{name} is no report ({error}); give what omnicomp audit --format json wrote") from None

@@ -83,6 +83,7 @@ def page_data(audit: Report, *, excerpts: bool = True) -> dict[str, Any]:
             "ranks": environment.ranks,
             "events": audit.events,
             "torn lines": audit.skipped,
+            "later graphs, left out": audit.left_out,
         },
         **_lists(audit, reasons),
         "lanes": [_lane(lane) for lane in lanes(audit)],

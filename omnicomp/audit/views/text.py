@@ -34,6 +34,8 @@ def renderables(audit: Report) -> Iterator[RenderableType]:
     note = rows.basis_note(audit)
     if note:
         yield cell(note, "dim")
+    if audit.gaps:
+        yield cell(audit.gaps, "yellow")
 
 
 def _lowering(row: SubgraphAudit) -> Text:

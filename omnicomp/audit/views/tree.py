@@ -255,6 +255,8 @@ def tree_renderables(audit: Report, *, by: str | None = None) -> Iterator[Render
         yield Text(f"Shares count {BASES[basis]}: of {BASES.get(by, by)} nothing is known.", style="dim")
     for graph, root in zip(audit.graphs, module_trees(audit), strict=True):
         yield _graph(graph, root, basis)
+    if audit.gaps:
+        yield Text(audit.gaps, style="yellow")
 
 
 def _graph(graph: GraphAudit, root: ModuleNode, basis: str) -> Tree:

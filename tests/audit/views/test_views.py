@@ -87,6 +87,7 @@ def test_json(events: Events) -> None:
         "summary",
         "events",
         "skipped",
+        "left_out",
         "share_basis",
         "shares",
         "shares_by",
