@@ -15,8 +15,9 @@ from omnicomp._torch.inductor.compile_fx import fallback_random
 from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
 from omnicomp.options.policy import Policy
-from omnicomp.passes.attention.candidates import candidates
+from omnicomp.passes.attention.candidates import candidates, unread
 from omnicomp.passes.attention.match import match
+from omnicomp.passes.attention.multi_head import is_multi_head, multi_heads, without_weights
 from omnicomp.passes.attention.nodes import is_pure, kind
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.replace import check_unused, replace
@@ -51,8 +52,8 @@ class AttentionFusion(Pass):
         return AttentionFusion(dtype_policy=policy.dtype_policy, eager_random=fallback_random(policy.inductor))
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
-        """Whether the graph has a softmax, maybe one that is written out."""
-        return any(kind(node) in _SOFTMAX for node in module.graph.nodes)
+        """Whether the graph has a softmax, maybe one that is written out or inside another function."""
+        return any(kind(node) in _SOFTMAX or is_multi_head(node) for node in module.graph.nodes)
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite every site that is understood and profitable; report the others."""
@@ -60,6 +61,8 @@ class AttentionFusion(Pass):
         differentiated = _differentiated(module)
         modified = False
         for softmax, product in list(candidates(session.trace, module.graph)):
+            if is_multi_head(softmax.node):
+                continue  # what is within is the function's own
             try:
                 if softmax.node in differentiated:
                     raise _inside_derivative(softmax.node)
@@ -67,10 +70,27 @@ class AttentionFusion(Pass):
                 modified = True
             except MatchEnded as end:
                 context.near_miss(self.name, "attention", softmax.node, self._reason(end))
+        for softmax, end in unread(session.trace, module.graph):
+            context.near_miss(self.name, "attention", softmax.node, self._reason(end))
+        modified |= self._without_weights(module, differentiated, context)
         if modified:
             # Parts of masks that were hoisted for a site, and read by none in the end.
             module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node))
         return PassResult(module, modified)
+
+    def _without_weights(self, module: GraphModule, differentiated: set[Node], context: PassContext) -> bool:
+        modified = False
+        for node in multi_heads(module.graph):
+            try:
+                if node in differentiated:
+                    raise _inside_derivative(node)
+                detail = without_weights(node)
+            except MatchEnded as end:
+                context.near_miss(self.name, "attention", node, self._reason(end))
+            else:
+                modified = True
+                context.rewrite(self.name, "attention", node, target="multi_head_attention_forward", detail=detail)
+        return modified
 
     def _trace(self, module: GraphModule, context: PassContext) -> Trace:
         root = context.root

@@ -258,6 +258,52 @@ def bounded(q, k, v, m):
     return (q @ k.mT + m).softmax(-1).clamp(max=0.9) @ v
 
 
+def returned_scores(q, k, v, m):
+    scores = q @ k.mT + m
+    scores = scores.float()
+    return scores.softmax(-1) @ v, scores.detach()
+
+
+def divided_later(q, k, v, m):
+    e = torch.exp(q @ k.mT + m)
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+MIXER = torch.nn.Linear(4, 4).requires_grad_(False)
+
+
+def mixed_before(q, k, v, m):
+    return MIXER((q @ k.mT + m).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(-1) @ v
+
+
+def mixed_after(q, k, v, m):
+    return MIXER((q @ k.mT + m).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
+
+
+def mixed_by_a_product(q, k, v, m):
+    matrix = m[0, 0, :4, :4]
+    return torch.einsum("bhij,hg->bgij", (q @ k.mT + m).softmax(-1), matrix) @ v
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence", "lever"),
+    [
+        (returned_scores, "scores_1 is returned", "do not return"),
+        (divided_later, "normalized after their product", "torch.softmax(scores, -1) @ v"),
+        (mixed_before, "mixed between heads", "outputs of the heads"),
+        (mixed_after, "mixed between heads", "outputs of the heads"),
+        (mixed_by_a_product, "mixed by another product", "outputs of the heads"),
+    ],
+)
+def test_attention_of_another_form_is_named_with_what_helps(function, sentence, lever):
+    backend, arguments = Backend(), inputs()
+    torch.testing.assert_close(compiled(function, backend)(*arguments), function(*arguments))
+    reason = backend.miss()
+    assert sentence in reason.sentence
+    assert lever in reason.lever
+    assert "0x" not in reason.observed
+
+
 @pytest.mark.parametrize(
     ("function", "node", "sentence", "needed"),
     [

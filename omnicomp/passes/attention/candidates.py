@@ -6,6 +6,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph
 
+from omnicomp._torch.autograd.attention import known_equal
+from omnicomp.passes.attention.site import MatchEnded
 from omnicomp.passes.attention.trace import Op, Trace, Value
 from omnicomp.passes.attention.views import VIEWS
 
@@ -18,6 +20,7 @@ __all__ = [
     "exponential",
     "normalized_dim",
     "product_below",
+    "unread",
     "written_out",
 ]
 
@@ -44,6 +47,78 @@ def candidates(trace: Trace, graph: Graph) -> Iterator[tuple[Op, Op]]:
         scores = next(op.inputs) if exponent is None else exponent
         if comes_from_product(scores) and (used := product_below(op.outputs[0])) is not None:
             yield op, used
+
+
+def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
+    """Attentions of a form that no kernel has, which are no candidates, and why: each at its softmax or `exp`."""
+    for op in trace.ops:
+        if op.node.graph is not graph or not op.outputs:
+            continue
+        if op.name == "exp" and _is_normalized_later(op):
+            yield (
+                op,
+                MatchEnded(
+                    op.node,
+                    "the weights are normalized after their product with the values, not before it",
+                    needed="a softmax, and then the product with the values",
+                    lever="write torch.softmax(scores, -1) @ v, which is (e @ v) / e.sum(-1, keepdim=True)",
+                ),
+            )
+        elif op.name in _SOFTMAX and (mixing := _mixing(op)) is not None:
+            yield (
+                op,
+                MatchEnded(
+                    mixing.node,
+                    "the scores or the weights are mixed between heads by a matrix, which no fused kernel does",
+                    needed="heads that are apart from the product with the keys to that with the values",
+                    lever="leave the mixing of heads out, or mix the outputs of the heads instead",
+                ),
+            )
+
+
+def _is_normalized_later(op: Op) -> bool:
+    """Whether an exponential of scores goes both to a product with values and to a sum, and is not divided before."""
+    if exponential(op) is not None or not comes_from_product(op.args[0]):
+        return False
+    found, queue = set[str](), [op.outputs[0]]
+    for value in queue:
+        for user in value.users:
+            if user.name in (*VIEWS, "_to_copy", "clone") and user.outputs[0] not in queue:
+                queue.extend(user.outputs)
+            elif user.name in PRODUCTS and not any(_is_parameter(v) for v in user.inputs):
+                found.add("product")
+            elif user.name == "sum":
+                found.add("sum")
+    return found == {"product", "sum"}
+
+
+def _mixing(softmax: Op) -> Op | None:
+    """The product with a parameter between a product of scores and the softmax, or between that and the values."""
+    size, scores = softmax.outputs[0].fake.shape[normalized_dim(softmax)], next(softmax.inputs)
+    before = None if comes_from_product(scores) else _nearest(scores, size, up=True)
+    if before is not None and not any(map(comes_from_product, before.inputs)):
+        return None
+    if before is None and not comes_from_product(scores):
+        return None
+    if product_below(softmax.outputs[0]) is not None:
+        return before
+    after = _nearest(softmax.outputs[0], size, up=False)
+    return None if after is None or product_below(after.outputs[0]) is None else before or after
+
+
+def _nearest(value: Value, size: Any, *, up: bool) -> Op | None:
+    """The first product with a parameter through arithmetic and views, whose features are not what is normalized."""
+    seen, queue = {value}, [value]
+    for item in queue:
+        for op in ([item.op] if item.op is not None else []) if up else item.users:
+            if op.name in PRODUCTS:
+                features = (op.outputs[0] if up else op.args[0]).fake.shape[-1]
+                return None if known_equal(features, size) or len(seen) > 200 else op
+            if op.name in PASSED:
+                new = [v for v in (op.inputs if up else op.outputs) if v not in seen]
+                seen.update(new)
+                queue.extend(new)
+    return None
 
 
 def exponential(op: Op) -> Value | None:

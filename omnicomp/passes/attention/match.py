@@ -17,6 +17,7 @@ from omnicomp.passes.attention.candidates import (
     comes_from_product,
     exponential,
     normalized_dim,
+    product_below,
     written_out,
 )
 from omnicomp.passes.attention.operands import peel
@@ -203,6 +204,13 @@ class _Match:
         dim = normalized_dim(self.softmax) % len(at)
         size = value.fake.shape[dim]
         if flat(at[dim].axes) != flat(key.axes):
+            if product_below(self.used.outputs[0]) is not None:
+                raise self._ended(
+                    "the weights are mixed by another product before they meet the values",
+                    "weights that go to the values as they are",
+                    self.used,
+                    lever="leave the mixing of heads out, or mix the outputs of the heads instead",
+                )
             raise self._ended("the softmax is not over the keys", "the dimension that the values are summed over")
         if not full(at[dim], size):
             value, at = self._sink(value, at, dim, size)
@@ -318,6 +326,10 @@ class _Match:
     def _chain(self, site: Site) -> set[Node]:
         nodes = {value.op.node for value in self.passed if value.op is not None} | {site.product}
         nodes |= {op.node for op in written_out(self.softmax)}
+        # A cast to the dtype that a tensor has is a node that holds the same tensor.
+        own = site.output.graph
+        held = [value for value in self.passed if value.op is not None and value.op.node in nodes]
+        nodes |= {holder for value in held for holder in value.holders if holder.graph is own}
         elsewhere = next((n for n in nodes if n.graph is not site.output.graph), None)
         if elsewhere is not None:
             raise self._ended("the attention is spread over two regions of the graph", "one region")

@@ -32,17 +32,23 @@ def check_unused(site: Site) -> None:
         if not users:
             continue
         other = users[0]
-        returned = other.op == "output"
+        returned = _is_returned(other)
         raise MatchEnded(
             node,
             f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
             "and a fused kernel does not make it",
-            observed=f"{len(node.users)} users",
+            observed=f"used by {', '.join(user.name for user in node.users)}",
             needed="one user, the next step of the attention",
-            lever="do not return the attention weights (output_attentions=False)"
+            lever="do not return the attention scores or weights (output_attentions=False)"
             if returned
             else "do not use it twice",
         )
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a node is the graph's output, or leads to it by views and copies alone."""
+    same = kind(node) in (*_VIEWS, "detach", "clone", "to", "float")
+    return node.op == "output" or (same and any(map(_is_returned, node.users)))
 
 
 def _is_needed(start: Node, site: Site, unneeded: set[Node]) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.attention.reader import At
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Scores, Term, leaves
 from omnicomp.passes.attention.trace import Op, Value
@@ -46,7 +47,7 @@ class MatchEnded(Exception):
     ) -> None:
         super().__init__(sentence)
         self.node, self.code, self.needed = node, code, needed
-        self.observed = observed or (str(node.target) if node.op.startswith("call_") else node.op)
+        self.observed = observed or op_name(node)
         self.lever = lever or (
             "write softmax(q @ k.transpose(-2, -1) * scale + mask) @ v, or call scaled_dot_product_attention"
         )

@@ -1,0 +1,89 @@
+"""`nn.MultiheadAttention` whose weights are dropped calls a fused kernel, and gives what it gave."""
+
+import pytest
+import torch
+from fusion import Backend, compiled
+from torch import nn
+
+PADDING = torch.tensor([[False] * 5 + [True] * 2, [True] * 7, [False] * 7])
+
+
+class Attention(nn.Module):
+    def __init__(self, *, weights=False, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, **options)
+        self.weights = weights
+
+    def forward(self, query, key, **masks):
+        out, weights = self.attention(query, key, key, **masks)
+        return (out, weights) if self.weights else (out * 2,)
+
+
+def run(*, training=False, queries=7, shape=(3,), masks=None, **options):
+    """Compile, compare the value and the parameters' gradients with eager's, and return the backend."""
+    module = Attention(**options).train(training)
+    query, key = torch.randn(*shape, queries, 16), torch.randn(*shape, 7, 16)
+    backend = Backend(training=training)
+    function = compiled(module, backend)
+    with torch.set_grad_enabled(training):
+        pairs = zip(function(query, key, **(masks or {})), module(query, key, **(masks or {})), strict=True)
+    for found, want in pairs:
+        assert found.stride() == want.stride()
+        torch.testing.assert_close(found, want, equal_nan=True)
+        if training and masks is None:
+            grads = [torch.autograd.grad(out.sum(), list(module.parameters())) for out in (found, want)]
+            torch.testing.assert_close(*grads)
+    return backend
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("queries", [7, 1])
+def test_weights_that_are_dropped_are_not_made(queries, training):
+    rewrite = run(queries=queries, training=training).rewrite()
+    assert (rewrite.target, rewrite.detail) == (
+        "multi_head_attention_forward",
+        "need_weights=False, as the weights are dropped",
+    )
+
+
+LATER = torch.ones(7, 7).triu(1) > 0
+MASKS = {
+    "padding": {"key_padding_mask": PADDING},
+    "padding in numbers": {"key_padding_mask": torch.zeros(3, 7).masked_fill(PADDING, -1e9)},
+    "causal": {"attn_mask": LATER},
+    "both": {"attn_mask": LATER, "key_padding_mask": PADDING.flip(1)},
+    "a wrong hint": {"attn_mask": LATER.T, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_queries_without_a_key_stay_undefined(name):
+    assert run(masks=MASKS[name]).rewrite()
+
+
+@pytest.mark.parametrize("name", ["padding", "both"])
+def test_masks_in_training(name):
+    assert run(masks=MASKS[name], training=True).rewrite()
+
+
+def test_one_sequence():
+    assert run(shape=(), masks={"key_padding_mask": PADDING[0], "attn_mask": LATER}).rewrite()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence", "lever"),
+    [
+        ({"weights": True}, "the weights of multi_head_attention_forward are used", "need_weights=False"),
+        ({"masks": {"attn_mask": LATER.expand(6, 7, 7)}}, "weights that are dropped", "need_weights=False"),
+    ],
+)
+def test_weights_that_are_needed_are_named(options, sentence, lever):
+    reason = run(**options).miss()
+    assert sentence in reason.sentence
+    assert lever in reason.lever
+
+
+def test_dropout_is_named():
+    backend, module = Backend(training=True), Attention(dropout=0.5)
+    compiled(module, backend)(torch.randn(3, 7, 16), torch.randn(3, 7, 16))
+    assert "dropout" in backend.miss().lever
