@@ -18,6 +18,7 @@ from omnicomp.builder.part import build_part
 from omnicomp.builder.record import replay
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.lowerings.engines.inputs import Weights, engines_of, informed, weights_of
+from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.fallback_limit import judge_graph
 from omnicomp.runtime.fallback_warning import notify
 from omnicomp.runtime.tf32 import compiling
@@ -40,6 +41,8 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
     """
     # A verdict on generated code must not be passed by in a cache that holds that code.
     tag = f"{graph.record.digest}{wrong_code()}"
+    verifies = graph.policy.verify in VERIFYING
+    tag = f"{tag}-verified" if verifies and is_bundled() else tag
     engines, count = bool(engines_of(graph.policy)), len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
 
@@ -68,10 +71,11 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
 
     by_inductor = uses_inductor(graph)
     patches = folded_nans.config_patches(partitioner.config_patches(graph.policy.inductor)) if by_inductor else {}
-    # A restored part comes without the graph that it could be compared with. And torch looks it up also for a
-    # partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be cached.
+    # A restored part comes without the graph that it could be compared with, unless it is bundled. And torch looks it
+    # up also for a partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be
+    # cached.
     keyed = not by_inductor or patches["custom_partitioner_fn"].uuid() is not None
-    cache = compile_fx.autograd_cache(keyed and graph.policy.verify in ("off", "overrides"))
+    cache = compile_fx.autograd_cache(keyed and (is_bundled() or not verifies))
     before = counts()
     with (
         compile_fx.cache_tag(tag),

@@ -129,7 +129,9 @@ class SavedCapture:
         What does not change code is as the environment of this process asks for, unless the user passed it.
         """
         here = parse(None, None)
-        own = {n: getattr(here, n) for n, spec in SPECS.items() if not spec.in_digest and n not in self.passed}
+        names = [n for n, spec in SPECS.items() if not spec.in_digest and n not in self.passed]
+        # Whether calls are verified is known when the graph is saved: only then is there something to compare with.
+        own = {name: getattr(here, name) for name in names if name != "verify"}
         capture = event_from_dict(self.capture)
         assert isinstance(capture, Capture)
         return CapturedGraph(
@@ -167,10 +169,6 @@ class Compiled(State):
         Raises:
             ValueError: a part can't be saved.
         """
-        if graph.policy.verify in ("first", "always"):
-            raise ValueError(
-                f"verify={graph.policy.verify!r} compares with a graph that is not saved; leave the option out"
-            )
         bundle = saving.bundle(compiled)
         return cls(graph=SavedCapture.of(graph), bundle=bundle, traced_under=tuple(traced_under))
 

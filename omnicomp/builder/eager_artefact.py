@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
-from omnicomp._torch.inductor.graph_text import from_source, to_source
+from omnicomp._torch.inductor.graph_text import from_source, load_constant, to_source
 from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.costs import hint_of_text, size_of
 from omnicomp.analysis.layouts import Layout
@@ -22,23 +22,28 @@ from omnicomp.errors import first_line
 from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.runtime.guard import Boxed, Guard, obstacle, recorded_as_cudagraph
+from omnicomp.runtime.verify import Verifier
 from omnicomp.timeline import Reason
 
-__all__ = ["HELD_BYTES", "dump_graph", "dumps", "guard", "guard_call", "load_graph", "load_layout"]
+__all__ = ["HELD_BYTES", "dump_graph", "dumps", "guard", "guard_call", "load_graph", "load_layout", "verifier"]
 
 # Values saved for a backward are held until its call has returned, up to this size, so that it can be repeated.
 HELD_BYTES = 64 * 2**20
 
 
-def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
+def dumps(module: GraphModule, inputs: Sequence[Any], *, verified: bool = False) -> bytes:
     """A post-autograd graph as text, made before Inductor gets it; equal for equal graphs.
 
     Args:
         module: the graph; it is copied.
         inputs: fake tensors and symbolic sizes that would be held for a call to be repeated.
+        verified: whether calls are to be verified, for which the graph is read at each start.
 
     Returns:
         A line of JSON that is read at each start, and one that is read after a failure.
+
+    Raises:
+        Exception: calls are to be verified, and something that the graph holds can't travel as text.
     """
     reason, body = obstacle(module), ""
     head: dict[str, Any] = {
@@ -46,6 +51,8 @@ def dumps(module: GraphModule, inputs: Sequence[Any]) -> bytes:
         "bytes": str(size_of(inputs)[0]),
         "operators": user_operators(module),
     }
+    if verified:
+        head["verified"] = [to_source(copy_module(module)), dump_graph(copy_module(module))]
     if reason is None:
         try:
             body = dump_graph(copy_module(module))
@@ -139,6 +146,41 @@ def guard_call(
         lowering=lowering,
         operators=tuple(head["operators"]),
         keep_inputs=(piece is None and context.part != "backward") or 0 <= size <= HELD_BYTES,
+    )
+
+
+def verifier(
+    kept: bytes,
+    context: LoweringContext,
+    piece: int = 0,
+    lowering: str = MAIN.name,
+    around: Callable[[Boxed], Boxed] = lambda call: call,
+) -> Verifier | None:
+    """The verifier of a restored artefact; None if it is not to be verified.
+
+    Args:
+        kept: the result of `dumps`.
+        context: where the part belongs now.
+        piece: its index.
+        lowering: its lowering.
+        around: makes what eager calls of the graph's own function.
+    """
+    text = json.loads(kept.partition(b"\n")[0] or b"{}").get("verified")
+    if text is None:
+        return None
+    source, eager = text
+
+    def build() -> Executable:
+        result = load_graph(eager)
+        return dataclasses.replace(result, call=around(result.call))
+
+    return Verifier(
+        module=load_constant({"graph": source}),
+        inputs=(),
+        context=context,
+        subgraph=f"{context.part_id}.{piece}",
+        lowering=lowering,
+        build=build,
     )
 
 

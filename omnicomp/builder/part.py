@@ -15,6 +15,7 @@ from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.autotuning import failure_of_autotuning, not_kept, without_autotuning
+from omnicomp._torch.inductor.cache_entry import is_bundled
 from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
@@ -33,6 +34,7 @@ from omnicomp.lowerings.override import put_references
 from omnicomp.lowerings.overrides.late import LateOverrides, can_restart, left_for, raise_late
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.options.engine_names import engine_names
+from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.guard import Guard, drawing_devices, obstacle, recorded_as_cudagraph
 from omnicomp.runtime.verify import Verifier
 from omnicomp.runtime.wrappers import Wrapped, wrap
@@ -172,7 +174,16 @@ class _Builder:
     def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
         start = time.perf_counter()
         subgraph, guard = record.subgraph_id(0), None
-        fallback = eager_artefact.dumps(plain, self._inputs)
+        # In a cache that holds the code itself, the graph that it is compared with goes along.
+        verified = self._context.policy.verify in VERIFYING and is_bundled()
+        why = ""
+        try:
+            fallback = eager_artefact.dumps(plain, self._inputs, verified=verified)
+        except Exception as error:
+            if not verified:
+                raise
+            why = f"verify={self._context.policy.verify!r} needs the graph, and {first_line(error)}"
+            fallback = eager_artefact.dumps(plain, self._inputs)
         with self._building(MAIN, subgraph, len(self._module.graph.nodes)), self._tuning():
             result = MAIN.lower_whole(self._module, self._inputs, self._context, record.dumps(), fallback)
         record.emit(time.perf_counter() - start, result.artefact)
@@ -193,6 +204,8 @@ class _Builder:
             repeatable=obstacle(plain) is None,
         )
         result.install(wrapped.first, wrapped.later)
+        if why:
+            result.compiled.unkept = why
         return not_kept(result.compiled) if self._failed else result.compiled
 
     def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str) -> Verifier | None:
@@ -203,7 +216,7 @@ class _Builder:
         if name != MAIN.name:
             return None
         recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
-        if context.policy.verify not in ("first", "always") or recorded:
+        if context.policy.verify not in VERIFYING or recorded:
             return None
         return Verifier(
             module=module,

@@ -354,12 +354,13 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any, cache
     )
     if kept.fallback and context.policy.on_error != "raise":
         guard = eager_artefact.guard(kept.fallback, context, compiled, recorded=kept.recorded)
+    verifier = None if kept.recorded else eager_artefact.verifier(kept.fallback, context)
 
     def emit(result: Executable, witness: Witness) -> None:
         emit_ran(context, subgraphs, result, witness)
 
     # What the graph writes to is not known here, so that a forward can't be given up.
-    wrapped = wrap(result, context, subgraph, emit, guard=guard, calls=overrides, repeatable=False)
+    wrapped = wrap(result, context, subgraph, emit, guard=guard, verifier=verifier, calls=overrides, repeatable=False)
     compile_fx.call_first(compiled, wrapped.first, wrapped.later)
 
 

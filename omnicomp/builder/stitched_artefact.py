@@ -26,6 +26,7 @@ from omnicomp.errors import first_line
 from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import PlannedCall
+from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.evidence import Witness
 from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import Cache, Subgraph
@@ -106,7 +107,8 @@ def _artefact(
         if result.lowering != "eager":
             from_outside = context.part != "backward"
             held = [fake_value(node) for node in piece.inputs if not (from_outside and node.op == "placeholder")]
-            data["fallback"] = eager_artefact.dumps(piece.module, held).decode()
+            verified = result.lowering == MAIN.name and context.policy.verify in VERIFYING
+            data["fallback"] = eager_artefact.dumps(piece.module, held, verified=verified).decode()
         pieces.append(data)
     content = {
         "part": context.part,
@@ -184,23 +186,31 @@ def _wrapped(
     context: LoweringContext,
 ) -> Wrapped:
     """What to call: as for a subgraph that was just built."""
-    guard = None
-    if "fallback" in data and context.policy.on_error != "raise":
+    guard = verifier = None
+    kept = data.get("fallback", "").encode()
+
+    def around(run: Call) -> Call:
+        return _with_references(run, calls)
+
+    if kept:
+        verifier = eager_artefact.verifier(kept, context, index, result.lowering, around)
+    if kept and context.policy.on_error != "raise":
         guard = eager_artefact.guard_call(
-            data["fallback"].encode(),
+            kept,
             context,
             result.call,
             overwritten=result.overwritten,
             piece=index,
             lowering=result.lowering,
-            around=lambda run: _with_references(run, calls),
+            around=around,
         )
 
     def emit(result: Executable, witness: Witness) -> None:
         emit_ran(context, rows, result, witness)
 
     # What the graph writes to is not known here, so that a forward can't be given up.
-    return wrap(result, context, f"{context.part_id}.{index}", emit, guard=guard, calls=calls, repeatable=False)
+    id = f"{context.part_id}.{index}"
+    return wrap(result, context, id, emit, guard=guard, verifier=verifier, calls=calls, repeatable=False)
 
 
 def _with_references(run: Call, calls: Sequence[PlannedCall]) -> Call:

@@ -36,10 +36,12 @@ from omnicomp.privacy import PATHS, PATHS_VARIABLE
 from omnicomp.timeline.sinks.jsonl import LIMIT_VARIABLE, parse_size
 from omnicomp.timeline.text import text_of
 
-__all__ = ["LOWERINGS", "SPECS", "Policy", "effective_options", "parse"]
+__all__ = ["LOWERINGS", "SPECS", "VERIFYING", "Policy", "effective_options", "parse"]
 
 LOWERINGS: Final = ("override", "inductor", "eager")
 """The default order. Names of engines may be put into it."""
+VERIFYING: Final = ("first", "always")
+"""Values of the option `verify` with which results are compared with eager's."""
 _CHOOSE: Final = ("tuned", "measure")
 _WITHOUT_EFFECT: Final = ("build_seconds",)  # for one release
 

@@ -56,6 +56,7 @@ class Verifier:
         subgraph: its id.
         lowering: of the executable.
         on_wrong: called once with the reason if the executable is wrong; returns what to record.
+        build: makes the eager executable; by default of `module`.
     """
 
     module: GraphModule
@@ -64,6 +65,7 @@ class Verifier:
     subgraph: str
     lowering: str
     on_wrong: Callable[[Reason], Reason] = lambda reason: reason
+    build: Callable[[], Executable] | None = None
 
     def __post_init__(self) -> None:
         self._lock = new_lock()
@@ -136,8 +138,11 @@ class Verifier:
     def _eager_lowering(self) -> Executable:
         with self._lock:
             if self._eager is None:
-                self._eager = EagerLowering().lower(put_references(copy_module(self.module)), self.inputs, self.context)
+                self._eager = (self.build or self._lowered)()
             return self._eager
+
+    def _lowered(self) -> Executable:
+        return EagerLowering().lower(put_references(copy_module(self.module)), self.inputs, self.context)
 
     def _fail(self, judged: Judged, eager: Executable) -> None:
         context = self.context

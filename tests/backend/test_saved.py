@@ -17,13 +17,14 @@ from torch._dynamo.aot_compile import AOTCompiledFunction
 
 import omnicomp
 from omnicomp import passes
+from omnicomp.analysis.accuracy import Judged
 from omnicomp.backend import saved
 from omnicomp.errors import SaveError
 from omnicomp.passes.assumptions import Assumption, assumption
 from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.timeline import Cache, Speculation, current
 
-EAGER = {"lowerings": ["eager"]}
+EAGER: dict[str, Any] = {"lowerings": ["eager"]}
 
 
 @pytest.fixture(autouse=True)
@@ -194,19 +195,32 @@ def test_both_variants_are_loaded_with_their_check(
     assert states == [("assumed", "assumed"), ("assumed", "held"), ("general", "failed")]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"verify": "always"}, {"lowerings": ["onnxruntime"]}],
-    ids=lambda options: "-".join(map(str, options)),
-)
-def test_what_cannot_be_saved_is_refused_in_one_sentence_that_names_the_lever(options: dict[str, Any]) -> None:
-    if "verify" not in options:
-        pytest.importorskip("onnxruntime")
-        pytest.importorskip("onnxscript")
-    lever = next(iter(options))
-    with pytest.raises(SaveError, match=rf"^g\d+ can't be saved: .*{lever}[^\n]*$"):
-        with torch.no_grad():
-            save(Linear(), torch.randn(4, 16), **options)
+@torch.no_grad()
+def test_a_graph_on_an_engine_is_refused_in_one_sentence_that_names_the_lever() -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with pytest.raises(
+        SaveError, match=r"^g\d+ can't be saved: g\d+.inference.0 is on onnxruntime[^\n]*lowerings[^\n]*$"
+    ):
+        save(Linear(), torch.randn(4, 16), lowerings=["onnxruntime"])
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("lowerings", [["inductor"], {"aten.digamma": "eager"}], ids=["whole", "cut"])
+def test_a_loaded_function_is_verified(lowerings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digamma(x: Tensor) -> Tensor:
+        return torch.digamma(x.abs() + 1).cos()
+
+    x = torch.randn(4, 6)
+    data = save(digamma, x, lowerings=lowerings, verify="first")
+    torch.testing.assert_close(load(data, digamma)(x), digamma(x))
+    rows = [row for row in omnicomp.audit().subgraphs if row.ran == "inductor"]
+    assert rows
+    assert all("verified against" in row.evidence for row in rows)
+    wrong = Judged(error=1.0, own=0.0, allowed=0.0, worst=0)
+    monkeypatch.setattr("omnicomp.runtime.verify.judge", lambda *values: wrong)
+    torch.testing.assert_close(load(data, digamma)(x), digamma(x))
+    assert {row.ran for row in omnicomp.audit().subgraphs} == {"eager"}
 
 
 def test_a_graph_that_runs_eager_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +315,10 @@ for mask in (full, padded):
     found, expected = ((each(q, mask) * mask[:, None, :, None]) for each in (f, attention))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 torch.testing.assert_close(g(x), cut(x))
-h = torch.compile(lambda x: x.sin(), backend="omni", options={{**options, "verify": "always"}})
+from omnicomp.backend import pipeline
+def fail(*values): raise RuntimeError("no such compiler")
+pipeline.compile_parts = fail
+h = torch.compile(lambda x: x.sin(), backend="omni", options=options)
 torch.testing.assert_close(h(x), x.sin())
 if not loads:
     file.write_bytes(torch.compiler.save_cache_artifacts()[0])
@@ -319,7 +336,7 @@ def test_a_cache_bundle_with_dynamos_code_holds_checks_variants_and_eager_parts(
     ]
     saving = python("-c", program, "saves", environment=folders[0], check=True)
     assert "['bypass']" in saving.stdout
-    assert "verify='always' compares with a graph that is not saved; leave the option out" in saving.stderr
+    assert "can't be saved: all of it runs eager" in saving.stderr
     loading = python("-c", program, "loads", environment=folders[1], check=True)
     assert "['hit', 'hit', 'hit', 'bypass']" in loading.stdout
     assert "['assumed', 'failed', 'held']" in loading.stdout

@@ -110,9 +110,10 @@ def bundle(compiled: Callable[..., Any]) -> bytes:
 def _prepared(graph: Any) -> Any:
     """A compiled graph as it is pickled; what the caches do not keep can still be saved, if its text is there."""
     graph = copy.copy(graph)
+    why = getattr(graph, "unkept", "")
+    if why and not getattr(graph, "text", ""):
+        raise ValueError(why)
     if isinstance(graph, StitchedGraph):
-        if not graph.text:
-            raise ValueError(graph.unkept)
         graph.unkept = ""
     if getattr(graph, "frozen_param_names", None):
         raise ValueError("its weights are constants of the code; compile it without freezing")
