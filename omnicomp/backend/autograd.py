@@ -10,6 +10,7 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
 from omnicomp._torch.repairs import folded_nans
+from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.stage_times import autograd_stage, stage
 from omnicomp.builder.cache_keys import verdict
@@ -83,6 +84,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         compile_fx.on_artefact_loaded(restored),
         restoring(lambda part: graph.context(part, {})),
         cache,
+        decompositions_mended(),
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):
         if not by_inductor:

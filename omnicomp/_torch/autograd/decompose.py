@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from omnicomp._torch.repairs.decompositions import decompositions_mended
+
 __all__ = ["decomposed", "with_decompositions"]
 
 _CARRIED = ("user_visible_output_idxs",)
@@ -32,7 +34,8 @@ def with_decompositions(module: GraphModule, inputs: Sequence[Any], part: str) -
         part: `forward`, `backward` or `inference`; in the latter Inductor's passes on joint graphs run again, for what
             they find only now.
     """
-    made = decomposed(module, inputs, select_decomp_table())
+    with decompositions_mended():
+        made = decomposed(module, inputs, select_decomp_table())
     if part == "inference":
         joint_graph_passes(made)
     return made

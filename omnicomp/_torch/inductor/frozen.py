@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.compile_fx import observer_paused
+from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.while_lowered import inductor_repaired
 
 __all__ = ["compile_frozen", "inductor_settings"]
@@ -82,6 +83,7 @@ def compile_frozen(
     with (
         observer_paused(),
         inductor_repaired(),
+        decompositions_mended(),
         torch._inductor.config.patch(patches),
         torch.no_grad(),
         _modules_of_their_own(),

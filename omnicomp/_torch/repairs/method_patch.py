@@ -1,6 +1,7 @@
 """A function of torch's that is another one for a while, also when threads that want it overlap."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
@@ -49,6 +50,7 @@ class Exchange:
     def _replaced(self) -> Callable[[], None]:
         """Replace it; returns what puts it back."""
         original = getattr(self._owner, self._name)
+        static = isinstance(inspect.getattr_static(self._owner, self._name), staticmethod)
         now = self._make(original)
 
         @functools.wraps(original)
@@ -59,7 +61,7 @@ class Exchange:
             nonlocal now
             now = original
             if getattr(self._owner, self._name) is mine:
-                setattr(self._owner, self._name, original)
+                setattr(self._owner, self._name, staticmethod(original) if static else original)
 
-        setattr(self._owner, self._name, mine)
+        setattr(self._owner, self._name, staticmethod(mine) if static else mine)
         return leave

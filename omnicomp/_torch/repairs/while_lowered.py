@@ -5,7 +5,9 @@ from collections.abc import Generator
 
 from omnicomp._torch.repairs.local_buffers import row_of_its_own
 from omnicomp._torch.repairs.read_before_written import read_before_written
+from omnicomp._torch.repairs.rounded_casts import casts_rounded
 from omnicomp._torch.repairs.scheduler_order import written_before_read
+from omnicomp._torch.repairs.vector_functions import accurate_functions
 
 __all__ = ["inductor_repaired"]
 
@@ -13,5 +15,5 @@ __all__ = ["inductor_repaired"]
 @contextlib.contextmanager
 def inductor_repaired() -> Generator[None]:
     """Inside, Inductor is without the faults that are repaired in its own IR; on whatever thread."""
-    with read_before_written(), written_before_read(), row_of_its_own():
+    with read_before_written(), written_before_read(), row_of_its_own(), accurate_functions(), casts_rounded():
         yield
