@@ -17,18 +17,20 @@ from typing import Any, Final
 import torch
 
 import omnicomp
+from omnicomp import store
 from omnicomp._torch.devices import privateuse
 from omnicomp._torch.dynamo import registrations
 from omnicomp._torch.inductor.compile_fx import cache_dir
 from omnicomp.devices import GROUP, Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.errors import DeviceError, first_line
+from omnicomp.escapes import one_line
 from omnicomp.lowerings.engines import Engine, resolve_engine
 from omnicomp.options.dtype_policy import PRESET_OF, short
 from omnicomp.options.engine_names import engine_names
 from omnicomp.passes.dtypes.resolve import slowness
 from omnicomp.passes.dtypes.speeds import measured
-from omnicomp.timeline.sinks.jsonl import ENVIRONMENT_VARIABLE, expand
+from omnicomp.timeline.sinks.jsonl import ENVIRONMENT_VARIABLE, expand, opened
 
 __all__ = ["Check", "enable_simulated", "examine", "to_json", "to_text"]
 
@@ -354,6 +356,15 @@ def _cache() -> Iterator[Check]:
         yield _required("cache", f"{folder} can't be written ({problem})", todo)
     else:
         yield _required("cache", f"{folder}, {_size(folder) / 2**20:.1f} MiB")
+    for path in dict.fromkeys((folder, store.folder())):
+        try:
+            if path.exists():
+                store.check_trusted(path.stat(), path)
+        except PermissionError as error:
+            todo = (
+                "what is in it is run as code: name a folder of your own in TORCHINDUCTOR_CACHE_DIR, or chmod go-w it"
+            )
+            yield Check(name="cache", status="note", found=str(error), todo=todo)
 
 
 def _size(folder: Path) -> int:
@@ -372,10 +383,15 @@ def _timeline() -> Iterator[Check]:
     found = f"{ENVIRONMENT_VARIABLE}={pattern}"
     if not pattern:
         yield _required("timeline", f"{ENVIRONMENT_VARIABLE} is not set; events stay in memory")
-    elif problem := _unwritable(expand(pattern)):
-        yield _required("timeline", f"{found} can't be written ({problem})", "name a writable path")
+        return
+    try:
+        problem = _unwritable(expand(pattern))
+    except RuntimeError as error:  # a user who does not exist
+        problem = str(error)
+    if problem:
+        yield _required("timeline", one_line(f"{found} can't be written ({problem})"), "name a writable path")
     else:
-        yield _required("timeline", found)
+        yield _required("timeline", one_line(found))
 
 
 def _attestation() -> Iterator[Check]:
@@ -393,15 +409,14 @@ def _attestation() -> Iterator[Check]:
 
 def _unwritable(path: Path) -> str:
     """Why a file can't be written, or empty; leaves no new file behind."""
-    new = not path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
+        new = not path.exists()
+        store.make_folder(path.parent)
+        opened(path).close()
         if new:
             path.unlink()
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, ValueError) as error:  # a name with a NUL
+        return getattr(error, "strerror", None) or str(error)
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from omnicomp.errors import OmnicompError, nearest
 from omnicomp.timeline.files import ROTATED
+from omnicomp.timeline.sinks.jsonl import opened
 
 __all__ = ["check_writable", "emit", "format_of", "keep_inputs", "pick", "write"]
 
@@ -51,10 +52,13 @@ def check_writable(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise OmnicompError(f"{path} can't be written ({error.strerror}); name another path") from None
+        new = not path.exists()
+        opened(path).close()
+        if new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise OmnicompError(f"{path} can't be written ({said}); name another path") from None
 
 
 def keep_inputs(output: Path | None, *inputs: Path | None) -> None:

@@ -134,8 +134,11 @@ def _prepare(folder: Path) -> None:
 def _add_timeline(path: str) -> None:
     try:
         sink = JsonLinesSink(path)
-    except OSError as error:
-        raise OmnicompError(f"the timeline {path} can't be written ({error.strerror}); name another path") from None
+    except OptionError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise OmnicompError(f"the timeline {path} can't be written ({said}); name another path") from None
     current().add_sink(path, sink)
 
 

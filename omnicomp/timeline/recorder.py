@@ -54,6 +54,7 @@ class Timeline:
         self._lock = new_lock()
         self._events: list[Event] = []
         self._sinks: dict[str, Sink] = {}
+        self._dropped: set[str] = set()
         self._graphs = itertools.count()
         self._pid = os.getpid()
 
@@ -97,6 +98,11 @@ class Timeline:
             else:
                 self._sinks[key] = sink
 
+    def gave_up(self, key: str) -> bool:
+        """Whether a sink of that key failed, and was dropped with a warning."""
+        with self._lock:
+            return key in self._dropped
+
     def has_sink(self, key: str) -> bool:
         """Whether a sink of that key is (still) being written to."""
         with self._lock:
@@ -108,6 +114,7 @@ class Timeline:
             for sink in self._sinks.values():
                 sink.close()
             self._sinks.clear()
+            self._dropped.clear()
             self._events.clear()
 
     def _write(self, event: Event) -> None:
@@ -120,6 +127,7 @@ class Timeline:
                 sink.write(record)
             except Exception as error:  # noqa: BLE001 - logged; a sink may be anyone's
                 self._sinks.pop(key, None)
+                self._dropped.add(key)
                 log.warning(
                     "the timeline can't be written to %s (%s); the program goes on without it, "
                     "and the events stay in memory for omnicomp.audit()",

@@ -1,6 +1,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,24 @@ def test_an_unwritable_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert "missing timeline" in out
     monkeypatch.setenv("OMNICOMP_TIMELINE", str(tmp_path / "t-%p.jsonl"))
     assert by_name(examine("cpu"))["timeline"].status == "ok"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} - {"omnicomp"} == {"file"}, "beside the cache"
+
+
+@pytest.mark.parametrize("name", ["pipe", "a\0b", "~nobody-of-that-name/t.jsonl"])
+def test_a_timeline_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = name if name.startswith("~") else f"{tmp_path}/{name}"
+    monkeypatch.setattr(os, "environ", {**os.environ, "OMNICOMP_TIMELINE": path})  # which refuses a NUL by itself
+    (check,) = doctor._timeline()
+    assert check.status == "missing"
+    assert check.found.isprintable()
+
+
+def test_a_cache_that_others_may_write_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(doctor, "cache_dir", lambda: str(tmp_path))
+    found = [check for check in doctor._cache() if check.status == "note"]
+    assert [f"other users may write to {tmp_path}" in check.found for check in found] == [True]
 
 
 def test_an_unwritable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

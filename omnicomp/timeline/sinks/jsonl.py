@@ -30,6 +30,7 @@ __all__ = [
     "JsonLinesSink",
     "attach",
     "expand",
+    "opened",
     "parse_size",
 ]
 
@@ -96,7 +97,7 @@ class JsonLinesSink:
         self._pid = os.getpid()
         self._path = expand(self._pattern)
         make_folder(self._path.parent)
-        file = _opened(self._path)
+        file = opened(self._path)
         # What a killed process left of its last line must not take the next one with it.
         self._start = b"\n" if _ends_within_a_line(self._path) else b""
         return file
@@ -135,7 +136,7 @@ class JsonLinesSink:
         self._file.close()
 
 
-def _opened(path: Path) -> IO[bytes]:
+def opened(path: Path) -> IO[bytes]:
     """A file for appending, made for this user alone; a pipe is not waited for.
 
     Raises:
@@ -172,7 +173,7 @@ def attach(timeline: Timeline, path: str | None = None, max_bytes: int | None = 
     """
     privacy.refresh()
     pattern = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if not pattern or timeline.has_sink(pattern):
+    if not pattern or timeline.has_sink(pattern) or timeline.gave_up(pattern):
         return
     with _unwritable_lock:
         if pattern in _unwritable:

@@ -103,9 +103,9 @@ def test_a_path_that_is_none_costs_the_log_and_one_warning(
 
 def test_a_full_disk_costs_the_log_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     timeline = Timeline()
-    attach(timeline, "/dev/full")
-    timeline.append(Capture(graph="g0"))
-    timeline.append(Capture(graph="g1"))
+    for graph in ("g0", "g1"):
+        attach(timeline, "/dev/full")
+        timeline.append(Capture(graph=graph))
     assert len(timeline) == 2
     assert ["No space left" in record.message for record in caplog.records] == [True]
 
