@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp import weights
-from omnicomp._torch.dynamo import control_flow, late_compile, saving, threads
+from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving, threads
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.repairs.random_numbers import as_passed
@@ -35,6 +35,7 @@ from omnicomp.backend.retreat import (
 from omnicomp.backend.run_passes import Passed, run_passes
 from omnicomp.backend.saved import Compiled, carried, hand_over, put_state
 from omnicomp.backend.select import choose
+from omnicomp.backend.shared_memory import checked, refused
 from omnicomp.backend.variants import ASSUMED, GENERAL, Checks, Variant, Variants, within_sizes
 from omnicomp.errors import OmnicompError, first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
@@ -101,6 +102,9 @@ def omni(
 
 def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Overrides of blocks, passes, and all that follows; `plain` is an unchanged copy of the graph."""
+    sharing = overlaps.sharing_of(gm)
+    if sharing.returned:
+        return refused(plain, graph)
     graph = override_blocks(gm, graph)
     # Without a block that was replaced, the copy is one of the graph as the passes get it.
     same = [node.name for node in plain.graph.nodes] == [node.name for node in gm.graph.nodes]
@@ -111,7 +115,7 @@ def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: 
         passed = run_passes(gm, graph, speculate=_may_speculate(graph.policy), kept=original, inputs=inputs)
         try:
             if passed.assumptions:
-                return _with_variants(passed, original, inputs, graph)
+                return checked(_with_variants(passed, original, inputs, graph), plain, sharing, graph)
             compiled = _build(passed, inputs, graph)
         except LateOverrides as wanted:
             gm = copy_module(original)
@@ -120,9 +124,9 @@ def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: 
             original = copy_module(gm)
             continue
         for copy in (plain, original):
-            if copy is not passed.module:
+            if copy is not passed.module and not (copy is plain and sharing.compared):
                 forget_tensors(copy)
-        return compiled
+        return checked(compiled, plain, sharing, graph)
 
 
 def _build(

@@ -28,6 +28,7 @@ CODES: Final[dict[str, str]] = {
     "call_failed": "the executable raised in a call",
     "forward_mode": "a call asked for a forward-mode derivative, which compiled code does not compute",
     "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
+    "shared_memory": "inputs that a graph writes to share memory otherwise than when it was compiled",
     "weights_changed": "a weight that was built into an executable has changed since",
     "engine_crashed": "the process that tried an engine on the subgraph died; no longer recorded",
     "slower": "another candidate was measured to be faster",
