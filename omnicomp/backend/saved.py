@@ -28,6 +28,7 @@ from omnicomp.lowerings import GraphRecord
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import SPECS, Policy, parse
+from omnicomp.passes.repairs import Repair
 from omnicomp.privacy import logger
 from omnicomp.runtime.fallback_limit import enforce
 from omnicomp.runtime.fallback_warning import notify
@@ -76,7 +77,8 @@ def state_of(call: Callable[..., Any]) -> State:
     make = _maker(call)
     if make is None:
         raise ValueError(
-            "all of it runs eager; omnicomp.audit() tells why, and options={'on_error': 'raise'} raises the error"
+            "all of it runs eager, or through a stage that has no saved form; omnicomp.audit() tells why, and "
+            "options={'on_error': 'raise'} raises the error"
         )
     return make()
 
@@ -150,7 +152,8 @@ class Compiled(State):
     Attributes:
         graph: what it belongs to.
         bundle: its parts.
-        traced_under: makes what was in force while it was compiled.
+        traced_under: makes the repairs that were in force while it was compiled, as some are of what AOTAutograd puts
+            around the parts.
     """
 
     graph: SavedCapture
@@ -170,7 +173,8 @@ class Compiled(State):
             ValueError: a part can't be saved.
         """
         bundle = saving.bundle(compiled)
-        return cls(graph=SavedCapture.of(graph), bundle=bundle, traced_under=tuple(traced_under))
+        repairs = [make for make in traced_under if isinstance(getattr(make, "__self__", None), Repair)]
+        return cls(graph=SavedCapture.of(graph), bundle=bundle, traced_under=tuple(repairs))
 
     def restore(self, id: str) -> Callable[..., Any]:
         """The function, with the events of its parts in the timeline, and all wrappers around them."""

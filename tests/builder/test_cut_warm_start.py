@@ -20,7 +20,7 @@ from processes import python
 from torch import Tensor
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor.codecache import FxGraphCache
-from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch.fx import Graph, GraphModule
 
 import omnicomp
@@ -114,6 +114,13 @@ def by_eager(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Ten
     out = function(*inputs)
     out.square().sum().backward()
     return [out.detach(), *(value.grad for value in inputs)]  # type: ignore[list-item]
+
+
+def test_a_cut_part_that_torch_loads_alone_says_what_to_do() -> None:
+    graph = StitchedGraph("")
+    graph.post_compile((), CompiledFxGraphConstants(), {})
+    with pytest.raises(omnicomp.SaveError, match="save the function again"):
+        graph([])
 
 
 def program(path: Path, *, above: int) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from torch._inductor.utils import should_use_remote_fx_graph_cache
 from torch.utils._ordered_set import OrderedSet
 
 from omnicomp._torch.inductor.compile_fx import disable_cudagraphs, no_cudagraphs, observer_paused, subgraph_context
+from omnicomp.errors import SaveError
 
 __all__ = ["StitchedGraph", "is_asked_for", "is_bundled", "is_marked", "mark", "on_stitched_loaded", "save", "unkept"]
 
@@ -126,6 +127,13 @@ class StitchedGraph(CompiledFxGraph):
             kwargs: Any = {**graph_kwargs, "cudagraphs": no_cudagraphs()}
             with subgraph_context(()), observer_paused():
                 graph.post_compile((), constants, kwargs)
+        self.current_callable = _nobody_asked
+
+
+def _nobody_asked(inputs: Sequence[Any]) -> Any:
+    raise SaveError(
+        "a part that an earlier omnicomp cut was loaded by torch alone: compile and save the function again"
+    )
 
 
 @contextlib.contextmanager
