@@ -50,6 +50,8 @@ _AFTER_TOKEN: Final = frozenset("id ids type len length count size dim limit bud
 _PASSWORD: Final = re.compile(r"://[^/\s:@]*:([^/\s@]{8,})@")
 # Shorter values (`1`, `main`) are no secrets, and would be found in words.
 _SHORTEST: Final = 8
+# Names in code are seldom so long, and keys are.
+_KEY_LENGTH: Final = 16
 # What JSON's readers take for a number; larger ones are texts.
 _BITS: Final = 64
 # Credentials that tell what they are: of Hugging Face, GitHub, GitLab, OpenAI, Anthropic, Stripe, Slack, AWS, Google,
@@ -83,8 +85,12 @@ _HINTS: Final = (
 )
 # `DB_PASS=x`, `password: "x"`, `{'api_key': 'x'}`; a bare value only where it is written as in a shell or a header.
 _ASSIGNED: Final = re.compile(
-    r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,63})(?P<is>\\?["']?(?P<sign>\s?[=:]\s?))"""
+    r"""(?<![\w.])(?<!\w-)(?P<name>[A-Za-z_][\w.-]{0,63})(?P<is>\\?["']?(?P<sign>\s?[=:]\s?))"""
     r"""(?:(?P<quote>\\?["'])(?P<quoted>[^\s"'\\\[\](){}]{4,})(?=\\?["'])|(?P<bare>[^\s"',;&\\\[\](){}]{6,}))"""
+)
+# `--password x` on a command line, or `'--password', 'x'` in one that Python shows.
+_OPTION: Final = re.compile(
+    r"""(?P<name>--[A-Za-z][\w-]{1,63})(?P<gap> +|["'], ?["'])(?P<value>[^\s"',;-][^\s"',;]{3,})"""
 )
 _ASSIGNED_HINTS: Final = (
     *(
@@ -150,11 +156,11 @@ class Cleaner:
             if hint in text:
                 text = _FORMS.sub(_hide, text)
                 break
-        if "=" in text or ":" in text:
+        if "=" in text or ":" in text or "--" in text:
             lower = text.lower()
             for hint in _ASSIGNED_HINTS:
                 if hint in lower:
-                    return _ASSIGNED.sub(_hide_assigned, text)
+                    return _OPTION.sub(_hide_option, _ASSIGNED.sub(_hide_assigned, text))
         return text
 
     def secrets_in(self, value: T) -> T:
@@ -270,6 +276,10 @@ def _is_basic(text: str) -> bool:
         return False
 
 
+def _hide_option(match: "re.Match[str]") -> str:
+    return f"{match['name']}{match['gap']}{HIDDEN}" if is_secret_name(match["name"]) else match.group()
+
+
 def _hide_assigned(match: "re.Match[str]") -> str:
     name, bare = match["name"], match["bare"]
     if not is_secret_name(name) or (match["quoted"] or bare).startswith(HIDDEN):
@@ -277,7 +287,8 @@ def _hide_assigned(match: "re.Match[str]") -> str:
     if bare is None:
         return f"{name}{match['is']}{match['quote']}{HIDDEN}"
     # Without quotes it may be code: `token = tokenizer`, `key=self.key`.
-    told = name.isupper() or (match["sign"] != " = " and any(map(str.isdigit, bare)))
+    mixed = any(map(str.isdigit, bare)) and (match["sign"] != " = " or (len(bare) >= _KEY_LENGTH and "." not in bare))
+    told = name.isupper() or mixed
     return f"{name}{match['is']}{HIDDEN}" if told else match.group()
 
 

@@ -108,6 +108,12 @@ def test_a_folder_is_no_secret(tmp_path: Path) -> None:
         ("DB_PASS=correcthorse and PORT=54321678", f"DB_PASS={HIDDEN} and PORT=54321678"),
         ("{'api_key': 'abcdefgh', 'max_tokens': '12345678'}", f"{{'api_key': '{HIDDEN}', 'max_tokens': '12345678'}}"),
         ('{\\"password\\": \\"abcdefgh\\"}', f'{{\\"password\\": \\"{HIDDEN}\\"}}'),
+        ("run --password=hunter22 --user=me", f"run --password={HIDDEN} --user=me"),
+        (
+            "['x', '--api-key', 'hunter22', '--max-tokens', '4096']",
+            f"['x', '--api-key', '{HIDDEN}', '--max-tokens', '4096']",
+        ),
+        ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", f"aws_secret_access_key = {HIDDEN}"),
         ("token = tokenizer.encode(x, key=self.key)", "token = tokenizer.encode(x, key=self.key)"),
         ('l_token_: "f32[2, 8]", key: "f32[8, 64]"', 'l_token_: "f32[2, 8]", key: "f32[8, 64]"'),
     ],
