@@ -17,6 +17,7 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "FallbackError",
+    "GradientError",
     "LegaliseError",
     "LoweringError",
     "OmnicompError",
@@ -71,6 +72,10 @@ class LoweringError(OmnicompError):
 
 class FallbackError(OmnicompError):
     """More runs eager than the option `fallback` allows; the message names the operators, their lines and levers."""
+
+
+class GradientError(OmnicompError, RuntimeError):
+    """A gradient was asked for that neither the compiled backward nor eager's autograd can give in that call."""
 
 
 class AcknowledgeError(OmnicompError):

@@ -1,11 +1,12 @@
 """AOTAutograd on a graph behind the passes; the builder builds each of its parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from omnicomp._torch.autograd import aot_autograd, partitioner
+from omnicomp._torch.autograd.compiled_function import Results, on_function
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
@@ -20,12 +21,14 @@ from omnicomp.builder.record import replay
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.lowerings.engines.inputs import Weights, engines_of, informed, weights_of
 from omnicomp.options.policy import VERIFYING
+from omnicomp.runtime.eager_gradients import LEVER, EagerGradients
 from omnicomp.runtime.fallback_limit import judge_graph
 from omnicomp.runtime.fallback_warning import notify
 from omnicomp.runtime.tf32 import compiling
-from omnicomp.timeline import current
+from omnicomp.timeline import Reason, current
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
+from omnicomp.timeline.step_down import Where, record_step_down
 
 __all__ = ["compile_parts", "uses_inductor"]
 
@@ -82,6 +85,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         compile_fx.cache_tag(tag),
         compiling(graph.context("", {})),
         compile_fx.on_artefact_loaded(restored),
+        on_function(_eager_gradients(graph)),
         restoring(lambda part: graph.context(part, {})),
         cache,
         decompositions_mended(),
@@ -101,6 +105,27 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
     if lookup is not None and lookup.verdict != "hit":  # a restored graph says so itself
         current().append(verdict(lookup, graph.record.key, graph=graph.id, part=""))
     return compiled
+
+
+def _eager_gradients(graph: CapturedGraph) -> Callable[[Any, Results], None]:
+    """Puts eager's autograd beside the backward of a graph in training, for what a compiled one can't give."""
+
+    def record(why: str) -> None:
+        reason = Reason(
+            code="eager_autograd",
+            by="autograd",
+            sentence=f"{why}: eager's autograd computed that gradient, and the forward once more",
+            lever=LEVER,
+        )
+        where: Where = {"graph": graph.id, "part": "backward", "subgraph": f"{graph.id}.backward"}
+        source = "inductor" if uses_inductor(graph) else "autograd"
+        record_step_down(current(), where, source, "eager", reason, attempts=False)
+
+    def attach(function: Any, results: Results) -> None:
+        if graph.plain is not None:
+            EagerGradients(graph.plain, [graph.device.type], record).attach(function, results)
+
+    return attach
 
 
 def uses_inductor(graph: CapturedGraph) -> bool:

@@ -40,13 +40,17 @@ __all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """A captured graph on its way through the backend."""
+    """A captured graph on its way through the backend.
+
+    `plain` is a copy of a graph in training as Dynamo captured it, for what eager's autograd is asked for.
+    """
 
     record: GraphRecord
     device: Device
     policy: Policy
     training: bool
     capture: Capture
+    plain: GraphModule | None = None
     _published: list[Event] = dataclasses.field(default_factory=list[Event])
 
     @property

@@ -30,6 +30,7 @@ from omnicomp.backend.retreat import (
     graph_compiler,
     record_graph_break,
     retreat_to_eager,
+    run_by_eagers_autograd,
     run_uncaptured,
 )
 from omnicomp.backend.run_passes import Passed, run_passes
@@ -83,12 +84,15 @@ def omni(
             doing.say(f"{graph.id} {graph.capture.function}".rstrip(), graph=graph.id)
             dump(graph.id, "dynamo", gm)
             plain = copy_module(gm)
+            graph = dataclasses.replace(graph, plain=copy_module(gm) if graph.training else None)
         except (*control_flow.CONTROL_FLOW, OmnicompError):
             raise
         except Exception as error:
             if policy.on_error == "raise":
                 raise
             return hand_over(run_uncaptured(gm, error), wish)
+        if graph.training and policy.autograd == "eager":
+            return hand_over(run_by_eagers_autograd(gm, graph), wish)
         try:
             compiled = _compile(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):

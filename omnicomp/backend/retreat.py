@@ -24,6 +24,7 @@ __all__ = [
     "record_graph_break",
     "record_retreat",
     "retreat_to_eager",
+    "run_by_eagers_autograd",
     "run_uncaptured",
 ]
 
@@ -120,6 +121,17 @@ def _running_eager(gm: GraphModule, graph: str, compiler: str, reason: Reason) -
         return result
 
     return control_flow.disable(run, reason="omnicomp runs this graph eagerly")
+
+
+def run_by_eagers_autograd(gm: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
+    """Run a graph in training as Dynamo captured it, as the option `autograd` asks for."""
+    reason = Reason(
+        code="eager_autograd",
+        by="autograd",
+        sentence="the graph is in training, and options={'autograd': 'eager'} asks for eager's autograd",
+        lever="leave the option out",
+    )
+    return _running_eager(gm, graph.id, graph_compiler(graph), reason)
 
 
 def record_eager(graph: str, compiler: str, reason: Reason) -> Once:

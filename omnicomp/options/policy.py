@@ -152,6 +152,13 @@ class Policy:
         "builds to spend on finding the operators that make Inductor fail",
         in_digest=False,
     )
+    autograd: str = option(
+        "compiled",
+        choice("compiled", "eager"),
+        "`eager`: graphs in training run by eager's autograd, uncompiled, for second derivatives and separate "
+        "backwards that the compiled one refuses",
+        in_digest=False,
+    )
     speculate: bool = option(
         True,
         boolean,

@@ -27,6 +27,8 @@ CODES: Final[dict[str, str]] = {
     # calling
     "call_failed": "the executable raised in a call",
     "forward_mode": "a call asked for a forward-mode derivative, which compiled code does not compute",
+    "eager_autograd": "a gradient was asked for that a compiled backward can't give, or the option `autograd` asks for "
+    "eager's",
     "not_repeatable": "a failed call can't be repeated on another lowering without changing what the program computes",
     "shared_memory": "inputs that a graph writes to share memory otherwise than when it was compiled",
     "weights_changed": "a weight that was built into an executable has changed since",
