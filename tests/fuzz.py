@@ -139,6 +139,12 @@ class _Worker:
             return f"timeout: more than {limit:.0f} s"
         return ...
 
+    def leave(self) -> None:
+        """Let the process end by itself, which frees what it shares with others."""
+        self.connection.send(None)
+        self.process.join(30)
+        self.end()
+
     def end(self) -> None:
         self.process.kill()
         self.process.join()
@@ -181,9 +187,9 @@ class _Run:
         workers = [_Worker(self._arguments) for _ in range(self._arguments.jobs)]
         try:
             while workers:
-                for place, worker in enumerate(list(workers)):
+                for worker in list(workers):
                     if worker.number is None and not self._next(worker):
-                        worker.end()
+                        worker.leave()
                         workers.remove(worker)
                         continue
                     answer = worker.answer(_LIMIT + self._arguments.reduce_seconds)
@@ -193,8 +199,8 @@ class _Run:
                     worker.number = None
                     lost = isinstance(answer, str) and answer.startswith(("crash", "timeout"))
                     if lost or worker.done >= _PROGRAMS_OF_A_WORKER:
-                        worker.end()
-                        workers[place] = _Worker(self._arguments)
+                        worker.end() if lost else worker.leave()
+                        workers[workers.index(worker)] = _Worker(self._arguments)
                 time.sleep(0.02)
         finally:
             for worker in workers:

@@ -146,12 +146,12 @@ WRITES = _templates("""
     {T}.transpose_({d}, {e}) ; {T}.unsqueeze_(0) ; {T}.squeeze_() ; {T}.t_() ; {F}.div_({F~}.abs() + 1) ;
     {F}.scatter_({d}, torch.zeros_like({1}, dtype=I64), {s}) ; {F}.index_add_(0, {I1}.clamp(0, 1)[:1], {1}[:1]) ;
     {T}.index_fill_({d}, {I1}.clamp(0, 1), 1) ; torch.add({F}, 1, out={F=}) ; torch.ops.fuzz.accumulate_({F}, 0.5) ;
-    {F}.detach().mul_(0.5) ; {F}.data.add_(1) ; {F}.requires_grad_() ; {T}.detach_() ; {T}[0].add_(1) ;
+    {F}.detach().mul_(0.5) ; {F}.requires_grad_() ; {T}.detach_() ; {T}[0].add_(1) ;
     {T}.view(-1)[0] = 1 ; {F}.t().mul_(2) ; {F}.diagonal().zero_() ;
     {F}.index_put_(({I1}.clamp(0, 1),), {F~}, accumulate=True) ; {R} -= 1 ; {T}.copy_({1}.flip(0)) ;
     {F}.lerp_({F=}, 0.3) ; {B}.logical_not_() ; {T}.swapaxes_({d}, {e}) ; {F}.addcmul_({F~}, {F~}) ;
     {T}.resize_(2, 2) ; {T}.set_({T}) ; torch.sort({F}, stable=True, out=({F=}, {I=})) ; {I} //= 2 ;
-    F.relu({F}, inplace=True) ; torch._foreach_mul_([{F}, {F}.clone()], 2.0) ; {F}.retain_grad()
+    F.relu({F}, inplace=True) ; torch._foreach_mul_([{F}, {F}.clone()], 2.0)
 """)
 STATE = _templates("""
     self.{b}.add_({s}) ; self.{b}.mul_(0.9).add_({F}.detach().mean()) ; self.{b} = self.{b} + {F~}.detach().mean() ;
