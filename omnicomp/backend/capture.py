@@ -35,7 +35,7 @@ from omnicomp.runtime.tf32 import record_without_tf32
 from omnicomp.timeline import Capture, Event, Option, PassRun, Reason, Stage, current, rank
 from omnicomp.timeline.text import common_path, distinct
 
-__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts"]
+__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts", "of_this_process"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,6 @@ def capture_graph(
         training=training,
         capture=Capture(
             graph=id,
-            compile_id=control_flow.compile_id(),
             function=function,
             nodes=call_count(gm),
             device=device.type,
@@ -122,15 +121,11 @@ def capture_graph(
             dynamic=any(isinstance(v, torch.SymInt) for v in inputs),
             mode=policy.mode,
             options=dict(options or {}),
-            versions=_versions(device),
             effective=effective,
             origins=origins,
             module=common_path(filter(None, paths)),
             fingerprint=stable_identities(nodes),
-            device_name=_name_of(device),
-            platform=f"{platform.system()} {platform.machine()}",
-            pid=os.getpid(),
-            rank=rank(),
+            **of_this_process(device),
         ),
     )
     timeline.append(graph.capture)
@@ -144,6 +139,18 @@ def capture_graph(
     if "device" in policy.lowerings and "device" not in device.lowerings:
         _record_no_compiler(graph)
     return graph
+
+
+def of_this_process(device: Device) -> dict[str, Any]:
+    """The fields of a `Capture` event that tell of the process and its machine."""
+    return {
+        "compile_id": control_flow.compile_id(),
+        "versions": _versions(device),
+        "device_name": _name_of(device),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "pid": os.getpid(),
+        "rank": rank(),
+    }
 
 
 @functools.cache

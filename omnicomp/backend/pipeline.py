@@ -180,7 +180,8 @@ def _compile_passed(passed: Passed, inputs: Sequence[Any], graph: CapturedGraph)
         chosen = choose(lifted.module, lifted.inputs, graph)
         compiled = compile_parts(lifted.module, lifted.inputs, chosen)
         if saving.is_bundled():
-            put_state(compiled, lambda: Compiled.of(compiled, chosen, passed.traced_under))
+            events, repairs = passed.events, passed.traced_under
+            put_state(compiled, lambda: Compiled.of(compiled, chosen, events, repairs))
         return lifted.followed(compiled)
 
 

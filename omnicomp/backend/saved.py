@@ -7,7 +7,6 @@ process. A callable whose stages are not all known cannot be saved, and says why
 import abc
 import dataclasses
 import importlib
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -19,7 +18,7 @@ import omnicomp
 from omnicomp._torch.dynamo import control_flow, saving
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.backend.attach_sinks import attach_all
-from omnicomp.backend.capture import CapturedGraph
+from omnicomp.backend.capture import CapturedGraph, of_this_process
 from omnicomp.builder.record import replay
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.devices import resolve_device
@@ -32,7 +31,7 @@ from omnicomp.passes.repairs import Repair
 from omnicomp.privacy import logger
 from omnicomp.runtime.fallback_limit import enforce
 from omnicomp.runtime.fallback_warning import notify
-from omnicomp.timeline import Cache, Capture, current
+from omnicomp.timeline import Cache, Capture, Event, PassRun, current
 from omnicomp.timeline.files import event_from_dict
 
 __all__ = ["Compiled", "SavedGraph", "State", "carried", "hand_over", "put_state", "state_of"]
@@ -136,12 +135,13 @@ class SavedCapture:
         own = {name: getattr(here, name) for name in names if name != "verify"}
         capture = event_from_dict(self.capture)
         assert isinstance(capture, Capture)
+        device = resolve_device(self.device)
         return CapturedGraph(
             record=dataclasses.replace(self.record, id=id),
-            device=resolve_device(self.device),
+            device=device,
             policy=dataclasses.replace(self.policy, **own),
             training=self.training,
-            capture=dataclasses.replace(capture, graph=id, pid=os.getpid(), compile_id=control_flow.compile_id()),
+            capture=dataclasses.replace(capture, graph=id, **of_this_process(device)),
         )
 
 
@@ -151,12 +151,14 @@ class Compiled(State):
 
     Attributes:
         graph: what it belongs to.
+        events: what the passes did, in JSON types.
         bundle: its parts.
         traced_under: makes the repairs that were in force while it was compiled, as some are of what AOTAutograd puts
             around the parts.
     """
 
     graph: SavedCapture
+    events: tuple[dict[str, Any], ...]
     bundle: bytes
     traced_under: tuple[Callable[[], AbstractContextManager[None]], ...]
 
@@ -165,16 +167,18 @@ class Compiled(State):
         cls,
         compiled: Callable[..., Any],
         graph: CapturedGraph,
+        events: Sequence[Event],
         traced_under: Sequence[Callable[[], AbstractContextManager[None]]],
     ) -> "Compiled":
-        """The state of what AOTAutograd returned.
+        """The state of what AOTAutograd returned for a graph behind the passes.
 
         Raises:
             ValueError: a part can't be saved.
         """
         bundle = saving.bundle(compiled)
         repairs = [make for make in traced_under if isinstance(getattr(make, "__self__", None), Repair)]
-        return cls(graph=SavedCapture.of(graph), bundle=bundle, traced_under=tuple(repairs))
+        done = tuple(event.to_dict() for event in events)
+        return cls(graph=SavedCapture.of(graph), events=done, bundle=bundle, traced_under=tuple(repairs))
 
     def restore(self, id: str) -> Callable[..., Any]:
         """The function, with the events of its parts in the timeline, and all wrappers around them."""
@@ -182,6 +186,9 @@ class Compiled(State):
         timeline = current()
         attach_all(timeline, graph.policy)
         timeline.append(graph.capture)
+        for event in filter(None, map(event_from_dict, self.events)):
+            now = dataclasses.replace(event, graph=id)
+            timeline.append(dataclasses.replace(now, seconds=0.0) if isinstance(now, PassRun) else now)
 
         def restored(compiled: Any, kept: compile_fx.Kept) -> None:
             replay(kept, graph.context(kept.part, {}), compiled, cache=CACHE)

@@ -22,7 +22,7 @@ from omnicomp.backend import saved
 from omnicomp.errors import SaveError
 from omnicomp.passes.assumptions import Assumption, assumption
 from omnicomp.passes.base import Pass, PassContext, PassResult
-from omnicomp.timeline import Cache, Speculation, current
+from omnicomp.timeline import Cache, PassRun, Speculation, current
 
 EAGER: dict[str, Any] = {"lowerings": ["eager"]}
 
@@ -191,6 +191,7 @@ def test_both_variants_are_loaded_with_their_check(
                 mask[hole] = 0
             found, expected = (run(each, x, mask) for each in (loaded, hidden))
             torch.testing.assert_close(found, expected)
+    assert "drops_masked_fill" in [event.name for event in current() if isinstance(event, PassRun) and event.modified]
     states = [(event.variant, event.state) for event in current() if isinstance(event, Speculation)]
     assert states == [("assumed", "assumed"), ("assumed", "held"), ("general", "failed")]
 
