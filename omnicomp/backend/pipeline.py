@@ -83,7 +83,7 @@ def omni(
             graph = capture_graph(gm, example_inputs, policy, options)
             doing.say(f"{graph.id} {graph.capture.function}".rstrip(), graph=graph.id)
             dump(graph.id, "dynamo", gm)
-            plain = copy_module(gm)
+            plain = copy_module(gm, lazy=True)
             graph = dataclasses.replace(graph, plain=copy_module(gm) if graph.training else None)
         except (*control_flow.CONTROL_FLOW, OmnicompError):
             raise
@@ -146,7 +146,7 @@ def _build(
     """
     graph.publish(passed.events)
     graph = graph.with_record(places=places_of(all_nodes(passed.module)))
-    kept = copy_module(passed.module)
+    kept = copy_module(passed.module, lazy=True)
     steering = () if after_dynamo else control_flow.CONTROL_FLOW
     try:
         with contextlib.nullcontext() if after_dynamo else restartable():

@@ -96,12 +96,13 @@ STORE: Final = JsonStore[Entry](CACHE, Entry.to_dict, Entry.from_dict, schema=2)
 class PartVerdicts:
     """The known failures of one part, from earlier processes and from this one."""
 
-    def __init__(self, module: GraphModule, context: LoweringContext) -> None:
-        """Take the key of a part, under the settings with which it is built; Inductor changes the graph later.
+    def __init__(self, module: GraphModule, context: LoweringContext, settings: Mapping[str, Any]) -> None:
+        """Take the key of a part before it is built; Inductor changes the graph later.
 
         Args:
             module: the graph, before overrides are put into it.
             context: where it belongs.
+            settings: with which it is built: those of Inductor's that differ from torch's defaults.
         """
         self._context = context
         self._lock = new_lock()
@@ -116,7 +117,7 @@ class PartVerdicts:
                 _hardware(context.device.type),
             )
             targets = (node.target for node in nodes if node.op == "call_function")
-            key = hashlib.sha256(repr((*content, inductor_identity(targets))).encode()).hexdigest()[:40]
+            key = hashlib.sha256(repr((*content, inductor_identity(targets, settings))).encode()).hexdigest()[:40]
             graph = next(iter(context.graph.sources), "")
             self._entry = Entry(key=key, graph=f"{context.part_id} {graph}".rstrip(), writer=_PROCESS)
 

@@ -36,8 +36,8 @@ class PartFailures:
             context: where it belongs.
         """
         self._context = context
-        self._verdicts = PartVerdicts(module, context)
         self._settings = repro_script.settings()
+        self._verdicts = PartVerdicts(module, context, self._settings)
 
     def known(self) -> Entry | None:
         """Known failures of this part from an earlier process; recorded in the timeline."""

@@ -63,7 +63,7 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
     plain = module
     try:
         # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
-        plain = copy_module(module)
+        plain = copy_module(module, lazy=True)
         return _Builder(module, inputs, context).build(plain)
     except CONTROL_FLOW:
         raise

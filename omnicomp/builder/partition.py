@@ -10,7 +10,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.fx import module_of
 from omnicomp._torch.symbols import free_symbols
 from omnicomp.analysis.nodes import fake_value
 
@@ -76,7 +75,7 @@ def extract(module: GraphModule, nodes: Sequence[Node]) -> Piece:
     result = graph.output(tuple(values[node] for node in outputs))
     # Every output is read by code that was built for the strides that were predicted.
     result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    return Piece(module=module_of(constants, graph), inputs=inputs, outputs=outputs)
+    return Piece(module=GraphModule(constants, graph), inputs=inputs, outputs=outputs)
 
 
 def _inputs(module: GraphModule, nodes: Sequence[Node], members: set[Node]) -> tuple[Node, ...]:

@@ -8,6 +8,7 @@ context.
 """
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import time
@@ -204,14 +205,18 @@ def digest(passes: Sequence[Pass]) -> str:
     """A hash of the passes' sources, for the compile caches' keys: an edited pass never meets an old artefact."""
     value = hashlib.sha256()
     for item in passes:
-        cls = type(item)
-        value.update(item.name.encode())
-        try:
-            # The module, not only the class: a pass lives in one file with its helpers.
-            value.update(inspect.getsource(inspect.getmodule(cls) or cls).encode())
-        except (OSError, TypeError):
-            value.update(f"{cls.__module__}.{cls.__qualname__}".encode())
+        value.update(f"{item.name} {_source_digest(type(item))}".encode())
     return value.hexdigest()[:16]
+
+
+@functools.cache
+def _source_digest(cls: type) -> str:
+    try:
+        # The module, not only the class: a pass lives in one file with its helpers.
+        source = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (OSError, TypeError):
+        source = f"{cls.__module__}.{cls.__qualname__}"
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def run_pipeline(

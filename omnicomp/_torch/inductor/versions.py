@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -43,30 +43,36 @@ _STEPS: Final = (
 )
 
 
-def inductor_identity(operators: Iterable[Any]) -> str:
+def inductor_identity(operators: Iterable[Any], settings: Mapping[str, Any]) -> str:
     """Text that is the same wherever Inductor would build a graph of these operators to the same end.
 
-    Torch's version, the settings now in force, the lowering of each operator, and functions of Inductor that are not
-    torch's own any more.
+    Torch's version, the settings, the lowering of each operator, and functions of Inductor that are not torch's own
+    any more.
 
     Args:
         operators: targets of the nodes of a graph.
+        settings: Inductor's settings that differ from torch's defaults.
     """
     config: Any = torch._inductor.config
-    settings = {name: getattr(config, name) for name in _setting_names()}
-    for name in getattr(config, "_cache_config_factory_keys", ()):
-        settings[name] = settings[name] and settings[name]()
-    found = [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)]
-    found += [f"{key}={describe(value)}" for key, value in settings.items() if value is not None]
+    defaults, hashed = _default_settings()
+    factories = getattr(config, "_cache_config_factory_keys", ())
+    found = [torch.__version__, str(torch.version.git_version), str(torch.version.cuda), hashed]
+    for name in sorted(defaults.keys() & settings.keys()):
+        value = settings[name]
+        text = describe(value() if value is not None and name in factories else value)
+        if text != defaults[name]:  # torch counts a setting that was changed and changed back
+            found.append(f"{name}={text}")
     found += sorted(f"{op}:{describe(lowerings[op])}" for op in set(operators) if op in lowerings)
     found += [f"{step}:{text}" for step in _STEPS if (text := _replaced(step))]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 @functools.cache
-def _setting_names() -> tuple[str, ...]:
-    """The settings that torch's own keys have; to list them takes longer than to read them."""
-    return tuple(sorted(torch._inductor.config.save_config_portable()))
+def _default_settings() -> tuple[dict[str, str], str]:
+    """The settings that torch's own keys have with their defaults, some of which come from the environment; a hash."""
+    config: Any = torch._inductor.config
+    found = {name: describe(config._config[name].default) for name in sorted(config.save_config_portable())}
+    return found, hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _replaced(step: str) -> str:
