@@ -296,6 +296,8 @@ class Attention(nn.Module):
             attention_spellings.NORMS[p.norm](self._grouped(k)),
             self._grouped(v),
         )
+        if p.held != "none":
+            k = self._holding(k, inputs["padding"])
         scores, bias = self._scores(q, k, bias, s)
         scores = self._scaled(scores, s)
         if bias is not None and not p.bias_last:
@@ -305,8 +307,21 @@ class Attention(nn.Module):
             scores = self._plus(scores, self.fit(bias, s))
         if p.scale == "after_mask":
             scores = scores * p.factor
+        if p.changed != "none":
+            scores = attention_spellings.CHANGES[p.changed](scores, self.fit(self._hidden(masks), s))
         weights = self._after(self._probabilities(scores, s).to(v.dtype), inputs, masks, s)
         return self._merged(self.value(weights, v, s)), weights
+
+    @staticmethod
+    def _hidden(masks: Sequence[Mask]) -> Tensor:
+        """Where a query does not attend to a key."""
+        found = [mask.values < 0 if mask.additive else mask.values == 0 for mask in masks]
+        return functools.reduce(torch.logical_or, found)
+
+    def _holding(self, k: Tensor, padding: Tensor) -> Tensor:
+        """Keys that hold anything where there is no token."""
+        number = {"nan": math.nan, "inf": math.inf, "large": 3e38}[self.program.held]
+        return k.masked_fill(padding[:, None, :, None] == 0, number)
 
     def _scores(self, q: Tensor, k: Tensor, bias: Tensor | None, s: Sizes) -> tuple[Tensor, Tensor | None]:
         """Scores, and the bias if it is still to be added."""

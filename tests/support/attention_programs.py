@@ -56,6 +56,8 @@ class Program:
         joined: whether the bias is added to the additive mask first.
         masking: a key of `spellings.MASKINGS`.
         fill: an entry of `spellings.FILLS`.
+        changed: what is done to the scores after all masks, a key of `spellings.CHANGES`.
+        held: what keys hold that no query sees: `none`, `nan`, `inf` or `large` numbers.
         grouping: `none`, `repeat_interleave`, `expand`, `repeat`, `broadcast`; grouped products need `none`.
         softmax: a key of `spellings.SOFTMAXES`.
         sinks: a key of `spellings.SINKS`.
@@ -100,6 +102,8 @@ class Program:
     joined: bool = False
     masking: str = "add_where"
     fill: str = "min"
+    changed: str = "none"
+    held: str = "none"
     grouping: str = "none"
     softmax: str = "functional"
     sinks: str = "none"

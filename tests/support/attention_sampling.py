@@ -128,7 +128,7 @@ def _scores(choose: Choose, f: dict[str, Any], dynamic: bool) -> None:
     f["scale"] = choose("scale", SCALES if norm == "none" else ("tau", "mul"))
     if f["product"].startswith("baddbmm"):
         f["scale"] = choose("scale of baddbmm", ("none", "after_mask", "mul"))
-    f["factor"] = choose("factor", (0.5, 0.25, 0.3, 1.5))
+    f["factor"] = choose("factor", (0.5, 0.25, 0.3, 1.5, *((-0.5,) * (f["scale"] != "both"))))
     f["softcap"] = choose("softcap", _often("none", "functions", "scale_first", "method", times=15))
     biases = BIASES
     if f["rank"] == 4:
@@ -172,6 +172,11 @@ def _masks(choose: Choose, f: dict[str, Any]) -> None:
     f["fill"] = choose("fill", fills)
     if numbers and mask != "shifted" and f["bias"] != "none" and f["product"] != "baddbmm_bias":
         f["joined"] = choose("joined", (False, True))
+    if mask != "shifted" and not f.get("joined"):
+        f["changed"] = choose("changed", _often(*attention_spellings.CHANGES, times=24))
+    plain = f["rank"] == 4 and attention_spellings.PRODUCTS[f["product"]].order == "bhsd" and not f["training"]
+    if plain and f["padding"] != "none" and f["key"] in attention_spellings.TRANSPOSES and f["dtype"] != "float16":
+        f["held"] = choose("held", _often("none", "nan", "inf", "large", times=6))
     f["bias_last"] = f["bias"] != "none" and choose("bias_last", _often(False, True, times=5))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "CAUSAL",
+    "CHANGES",
     "FILLS",
     "FITS",
     "MASKINGS",
@@ -430,6 +431,19 @@ MASKINGS: Final[dict[str, Function]] = {
     "where_tensor": _where_tensor,
     "blend": _blend,
 }
+
+
+CHANGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "none": lambda x, hidden: x,
+    "negated": lambda x, hidden: x * -0.25,
+    "scaled down": lambda x, hidden: x * 1e-9,
+    "cooled": lambda x, hidden: x / 1e8,
+    "lifted": lambda x, hidden: x + torch.where(hidden, 2.5e8, 0.0).to(x.dtype),
+    "clamped": lambda x, hidden: x.clamp(min=-30),
+    "capped": lambda x, hidden: torch.tanh(x / 20) * 20,
+    "in half": lambda x, hidden: x.to(torch.bfloat16).to(x.dtype),
+}
+"""What a program does to masked scores, given where something is hidden, that may bring back what a mask hides."""
 
 
 def relative_buckets(offsets: Tensor, buckets: int = 8, furthest: int = 16) -> Tensor:

@@ -19,6 +19,8 @@ SWALLOWS: Final = -1e8
 # No bias that a program reads from memory is taken to lift a number below this.
 _BEYOND_LIFT: Final = -1e30
 _LEAST_IN_HALF: Final = torch.finfo(torch.float16).min
+# A bias that reaches below this is a mask.
+_MASKS: Final = -1e3
 # A score that is so far below another one has a weight of 0, also in double precision.
 _NO_WEIGHT: Final = 1000.0
 # Trained parameters are taken to be small: added to the most negative number of any dtype, they do not overflow.
@@ -114,7 +116,7 @@ def dense_form(site: Site, reader: Reader) -> Form:
             if mask:  # scores alone do not reach the bound
                 mask.append(step)
         elif isinstance(step, Add):
-            _check_hidden(site, least_added(step, reader), steps[number_of_step + 1 :], reader, added=True)
+            _check_hidden(site, least_added(step, reader, _MASKS), steps[number_of_step + 1 :], reader, added=True)
             mask.append(step)
         else:
             raise _ended(
@@ -178,11 +180,11 @@ def _overflowed(site: Site, step: Step, least: float, reader: Reader) -> Step:
     return Add(Apply(dtype=dtype, op="where", args=(beyond, Number(dtype=dtype, value=far), term)), step.negative)
 
 
-def least_added(step: Add, reader: Reader) -> float:
-    """The least number that a step is known to add, if it is known to add one that swallows scores; else 0."""
+def least_added(step: Add, reader: Reader, bound: float = SWALLOWS) -> float:
+    """The least number that a step is known to add, if it is no greater than the bound; else 0."""
     low, high = _range(step.term, reader, {})
     least = -high if step.negative else low
-    return least if -math.inf < least <= SWALLOWS else 0.0
+    return least if -math.inf < least <= bound else 0.0
 
 
 def _check_hidden(site: Site, value: float, later: Sequence[Step], reader: Reader, *, added: bool = False) -> None:
@@ -212,9 +214,7 @@ def _stays_hidden(site: Site, value: float, later: Sequence[Step], reader: Reade
             if constant is None:
                 if not added and not _is_positive(step.term, reader):
                     return False
-                continue
-            if added:  # a sum that is scaled stays the same sum
-                constant = abs(constant)
+                continue  # a sum that is scaled stays the same sum
             if not constant > 0:
                 return False
             factor = 1 / constant if step.divide else constant
@@ -296,7 +296,7 @@ def _is_mask(site: Site, step: Step, later: Sequence[Step], reader: Reader) -> b
         if value is None or not _absorbs(value, step.value.dtype):
             return False
         return _stays_hidden(site, value, later, reader)
-    return isinstance(step, Add) and _stays_hidden(site, least_added(step, reader), later, reader, added=True)
+    return isinstance(step, Add) and _stays_hidden(site, least_added(step, reader, _MASKS), later, reader, added=True)
 
 
 def _ended(site: Site, sentence: str, needed: str, observed: str = "") -> MatchEnded:

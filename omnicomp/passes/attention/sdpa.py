@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.autograd.attention import known_equal
+from omnicomp._torch.autograd.attention import hint_of, known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.candidates import written_out
 from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, least_added, number
@@ -23,6 +23,9 @@ from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, fla
 __all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"]
 
 
+# Two cores of a CPU, 4096 keys of 128: with one query, unfused was twice as fast as fused with a copy of the keys.
+_FEW_QUERIES: Final = 8
+_MANY_ELEMENTS: Final = 1 << 18
 _PAD: Final[Any] = torch.ops.aten.constant_pad_nd.default
 # Float16 has steps of 16 from here on.
 _SWALLOWS_IN_HALF: Final = -16384.0
@@ -164,10 +167,34 @@ def _without_hidden(
     conditions = [step.condition for step in form.mask if isinstance(step, Fill)]
     if not conditions or variant.keys_nonempty:
         return key
+    _check_copy(site, form, key)
     name = ("hidden", mask_key(site, form), variant.grouped)
     if name not in shared:
         shared[name] = _hidden_keys(site, form, conditions, kept, value_of(key).device, builder)
     return builder.call(torch.masked_fill, (key, shared[name], 0.0))
+
+
+def _check_copy(site: Site, form: Form, key: Any) -> None:
+    """Few queries read each key once, and a copy of the keys takes as long as the attention.
+
+    Raises:
+        MatchEnded: this would be such a copy.
+    """
+    queries, elements = 1, 1
+    for axis in flat(site.queries):
+        queries *= hint_of(axis.size)
+    for size in value_of(key).shape:
+        elements *= hint_of(size)
+    if queries > _FEW_QUERIES or elements < _MANY_ELEMENTS or form.shared:
+        return
+    raise MatchEnded(
+        site.output,
+        "a fused kernel needs a copy of the keys without what no query sees, which costs more than it saves",
+        observed=f"{queries} queries, keys of {list(value_of(key).shape)}, scores that are filled",
+        needed="more queries, or a mask that is added",
+        lever="add the mask to the scores instead of filling them: scores + mask",
+        code="not_profitable",
+    )
 
 
 def _hidden_keys(

@@ -106,6 +106,7 @@ LIFT = torch.where(HIDDEN, 2.5e8, 0.0)
         lambda q, k, m, b: (q @ k.mT).masked_fill(m, LOWEST) + torch.where(m, -LOWEST, 0.0),
         lambda q, k, m, b: (q @ k.mT + torch.where(m, -1e9, 0.0)) + torch.where(m, 1e9, 0.0),
         lambda q, k, m, b: torch.where(m, -math.inf, q @ k.mT) * -1.0,
+        lambda q, k, m, b: (q @ k.mT + torch.where(m, -1e4, 0.0)) * -0.25,
     ],
 )
 def test_a_mask_that_a_later_step_may_lift_hides_nothing_for_certain(scores):
@@ -122,7 +123,7 @@ def test_a_mask_that_a_later_step_may_lift_hides_nothing_for_certain(scores):
         lambda q, k, m, b: (q @ k.mT).masked_fill(m, LOWEST) + b,
         lambda q, k, m, b: torch.where(m, -math.inf, q @ k.mT) + b,
         lambda q, k, m, b: (q @ k.mT).masked_fill(m, -1e9) + torch.where(m, -1e9, 0.0),
-        lambda q, k, m, b: (q @ k.mT + torch.where(m, LOWEST, 0.0)) * -0.25,
+        lambda q, k, m, b: (q @ k.mT + torch.where(m, LOWEST, 0.0)) * 0.25,
     ],
 )
 def test_a_mask_that_no_later_step_lifts_is_one(scores):

@@ -179,6 +179,12 @@ def test_what_keys_hold_that_no_query_sees_matters_as_in_eager(name, where, held
     torch.testing.assert_close(found, UNSEEN[name](q, k, v, LENGTH), equal_nan=True)
 
 
+def test_a_copy_of_many_keys_for_a_query_is_not_made():
+    q, k, v, _ = inputs(queries=1, keys=2048, size=32)
+    decode = lambda q, k, v: attend((q @ k.mT).masked_fill(torch.arange(2048) > 60, -math.inf), v)  # noqa: E731
+    assert "copy of the keys" in fuse(decode, q, k, v).miss().sentence
+
+
 def test_keys_that_no_query_sees_take_no_part_in_training():
     q, k, v, _ = inputs()
     k[:, :, 6:] = 3e38
