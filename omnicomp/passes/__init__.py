@@ -19,6 +19,7 @@ from omnicomp.passes.repairs import (
     RepairLosses,
     RepairOut,
     RepairReturnedInputs,
+    RepairStrides,
     RepairTangents,
     RepairUint8Resize,
 )
@@ -37,6 +38,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     RepairOut(),
     RepairDropout(),
     RepairAssertions(),
+    RepairStrides(),
     RepairTangents(),
     RepairReturnedInputs(),
     RepairUint8Resize(),

@@ -31,6 +31,7 @@ __all__ = [
     "RepairLosses",
     "RepairOut",
     "RepairReturnedInputs",
+    "RepairStrides",
     "RepairTangents",
     "RepairUint8Resize",
     "multilabel_margin_loss",
@@ -40,6 +41,7 @@ _BUILTIN: Any = getattr(torch._C, "_nn")  # noqa: B009 - made at run time, and u
 _MULTILABEL: Final = (F.multilabel_margin_loss, _BUILTIN.multilabel_margin_loss)
 _MULTICLASS: Final = (F.multi_margin_loss, _BUILTIN.multi_margin_loss)
 _DROPOUTS: Final = (torch.nn.functional.dropout, torch.dropout, torch.ops.aten.dropout.default)
+_CONTIGUOUS: Final = ("log_sigmoid", "logsigmoid", "angle", "take", "one_hot")  # in eager, whatever the input
 _COPIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "example_value")
 
 
@@ -227,6 +229,45 @@ def _drops_nothing(node: Node) -> bool:
     given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
     share, training = given.get("p", 0.5), given.get("training", given.get("train", True))
     return bool(node.args) and not given.get("inplace") and (training is False or (type(share) is float and share == 0))
+
+
+class RepairStrides(Repair):
+    """Makes results contiguous that eager makes contiguous, where torch's decompositions keep the strides of the input.
+
+    `torch.compile(F.logsigmoid)(x.mT)` has the strides of its input, and a `view` of it, which eager allows, raises.
+    Nothing is copied where the result is contiguous anyway.
+    """
+
+    name: ClassVar[str] = "repair_strides"
+    needed: ClassVar[Needed] = Needed(first="2.11")
+
+    def meets(self, module: GraphModule, context: PassContext) -> bool:
+        """Whether there is such a result of an input that is not contiguous."""
+        return any(map(_loses_contiguity, module.graph.nodes))
+
+    def run(self, module: GraphModule, context: PassContext) -> PassResult:
+        """Add a `contiguous()` behind each."""
+        for node in list(filter(_loses_contiguity, module.graph.nodes)):
+            context.count(self.name)
+            with module.graph.inserting_after(node):
+                result = module.graph.call_method("contiguous", (node,))
+            node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
+            result.meta.update({key: node.meta[key] for key in _COPIED if key in node.meta})
+        return PassResult(module, True)
+
+
+def _loses_contiguity(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method") or op_name(node).rpartition(".")[2] not in _CONTIGUOUS:
+        return False
+    if any(user.op == "call_method" and user.target == "contiguous" for user in node.users) or "out" in node.kwargs:
+        return False
+    value = fake_value(node.all_input_nodes[0]) if node.all_input_nodes else None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    if op_name(node).endswith("angle") and not value.is_complex():
+        return False
+    # A question about symbols would be a guard.
+    return any(type(number) is not int for number in (*value.shape, *value.stride())) or not value.is_contiguous()
 
 
 class RepairAssertions(Repair):

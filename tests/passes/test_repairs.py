@@ -20,6 +20,7 @@ from omnicomp.passes.repairs import (
     RepairLosses,
     RepairOut,
     RepairReturnedInputs,
+    RepairStrides,
     RepairTangents,
     RepairUint8Resize,
 )
@@ -78,6 +79,32 @@ def test_an_operator_that_can_not_be_made_functional_is_written_by_a_copy() -> N
         "polygamma_ = x.polygamma_(1)",
         "clone = x.clone()\npolygamma = clone.polygamma(1)\ncopy_ = x.copy_(polygamma)",
     )
+
+
+def test_results_that_eager_makes_contiguous_are_made_so() -> None:
+    check_graph(
+        RepairStrides(),
+        captured(lambda x: F.logsigmoid(x), torch.ones(2, 3).mT),
+        "log_sigmoid = torch._C._nn.log_sigmoid(x)",
+        "log_sigmoid = torch._C._nn.log_sigmoid(x)\ncontiguous = log_sigmoid.contiguous()",
+    )
+    assert not RepairStrides().apply(captured(lambda x: F.logsigmoid(x), torch.ones(3, 2))).modified
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.logsigmoid,
+        lambda x: torch.complex(x, x).angle(),
+        lambda x: x.take((x > 0).long()),
+        lambda x: F.one_hot((x > 0).long(), 4),
+    ],
+)
+def test_strides_are_eagers(function: Callable[[Tensor], Tensor]) -> None:
+    torch.compiler.reset()
+    x = torch.randn(3, 4, 5).permute(2, 0, 1)
+    compiled = torch.compile(function, backend="omni", options={"lowerings": ["eager"], "on_error": "raise"})
+    assert compiled(x).stride() == function(x).stride()
 
 
 def test_dropout_that_drops_nothing_is_its_input() -> None:
