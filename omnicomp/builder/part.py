@@ -31,7 +31,7 @@ from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import MAIN, Executable, Lowering, LoweringContext, in_order, lowering
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
-from omnicomp.lowerings.overrides.late import LateOverrides, can_restart, left_for, raise_late
+from omnicomp.lowerings.overrides.late import LateOverrides, can_restart, left_for, raise_late, too_late
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.options.engine_names import engine_names
 from omnicomp.options.policy import VERIFYING
@@ -146,8 +146,10 @@ class _Builder:
         self._asked.update(node.name for node in left)
         matches = left_for(left, context)
         self._declined += [match.declined for match in matches if match.declined is not None]
-        wanted = {match: chain for match, chain in matches.items() if match.declined is None}
-        if wanted and can_restart():
+        wanted = {match: left[node] for match, node in matches.items() if match.declined is None}
+        if wanted and not can_restart():
+            self._declined += [too_late(match, matches[match], context) for match in wanted]
+        elif wanted:
             for reason in dict.fromkeys(reason for chain in wanted.values() for reason in chain):
                 if reason.code == "cut_out":
                     self._record_retreat(reason.by, "override", reason)

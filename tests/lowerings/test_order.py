@@ -290,6 +290,20 @@ def test_behind_a_compiler_in_training(form: str, monkeypatch: pytest.MonkeyPatc
     assert forward.nodes.get("override") == 1
 
 
+def test_what_only_a_backward_fails_on_says_why_the_override_does_not_take_it() -> None:
+    REFUSED.add("cos")
+    override_of_two("module")
+    x = torch.rand(3, 4, requires_grad=True)
+    torch.compile(Model(), backend="omni", options={"lowerings": ["device", "override", "eager"]})(x).sum().backward()
+    assert CALLS == []
+    assert [(node.op, node.lowering, [reason.by for reason in node.chain]) for node in refusals()] == [
+        ("aten.cos.default", "eager", ["own_block"]),
+        ("aten.cos.default", "eager", ["device"]),
+    ]
+    said = next(reason for node in refusals() for reason in node.chain if reason.by == "own_block")
+    assert "before autograd" in said.sentence
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_an_override_that_refuses_says_so_when_it_is_asked(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     takes(["exp", "relu", "neg"], monkeypatch)

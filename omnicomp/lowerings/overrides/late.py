@@ -8,20 +8,24 @@ that it would take, `LateOverrides` is raised, and the graph is compiled again w
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Final
 
+import torch
 from torch.fx import Node
 
 from omnicomp.errors import first_line
 from omnicomp.lowerings.base import GraphRecord, LateMatch, LoweringContext, names_in_order
 from omnicomp.lowerings.overrides.declaration import Override
+from omnicomp.lowerings.overrides.rewrite import declined_at
 from omnicomp.options.placement_rules import last_match
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["Choice", "LateOverrides", "can_restart", "left_for", "raise_late", "restartable"]
+__all__ = ["Choice", "LateOverrides", "can_restart", "left_for", "raise_late", "restartable", "too_late"]
 
 _local: Final = threading.local()
+# What autograd puts behind operators of the program; refusing it says nothing of a module.
+_AUTOGRADS: Final = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class LateOverrides(BaseException):
@@ -51,16 +55,35 @@ def can_restart() -> bool:
     return getattr(_local, "restartable", False)
 
 
-def left_for(nodes: Mapping[Node, tuple[Reason, ...]], context: LoweringContext) -> dict[LateMatch, tuple[Reason, ...]]:
-    """The matches that would take one of these nodes of a part, with the reasons of the lowerings before them."""
-    found: dict[LateMatch, tuple[Reason, ...]] = {}
-    for node, chain in nodes.items() if context.graph.late else ():
-        # The names of the nodes of the Dynamo graph that it was made of.
-        names = {str(entry[0]) for entry in node.meta.get("source_fn_stack") or ()}
+def left_for(nodes: Iterable[Node], context: LoweringContext) -> dict[LateMatch, Node]:
+    """The matches that would take one of these nodes of a part, with the first such node."""
+    found: dict[LateMatch, Node] = {}
+    for node in nodes if context.graph.late else ():
+        if node.target in _AUTOGRADS:
+            continue
+        # The names of the nodes of the Dynamo graph that it was made of, or that it is a derivative of.
+        stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or ()
+        names = {str(entry[0]) for entry in stack}
         for match in context.graph.late:
             if names & match.nodes:
-                found[match] = found.get(match, ()) or chain
+                found.setdefault(match, node)
     return found
+
+
+def too_late(match: LateMatch, node: Node, context: LoweringContext) -> NodePlacement:
+    """Why an override does not take a node, if the graph can't be compiled again."""
+    reason = Reason(
+        code="override_refused",
+        by=match.override,
+        sentence="it enters a graph before autograd, and this part is built when the rest of the graph is in use",
+        lever=f'name "override" before {", ".join(_before(context))} in the order',
+    )
+    return declined_at(node, reason, context)
+
+
+def _before(context: LoweringContext) -> tuple[str, ...]:
+    names = names_in_order(context.policy.lowerings, context.device.lowerings)
+    return names[: names.index("override")] if "override" in names else ()
 
 
 def raise_late(graph: GraphRecord, error: Exception, by: str) -> None:

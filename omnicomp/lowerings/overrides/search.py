@@ -135,10 +135,11 @@ def _in_regions(item: Override, module: GraphModule, context: LoweringContext, c
     declined: list[NodePlacement] = []
     for region in submodules(module):
         for found in item.search(region):
-            if isinstance(found, Found) and choice.takes(item, (found.output, *found.steps), context):
+            if isinstance(found, Found) and choice.takes(item, nodes := (found.output, *found.steps), context):
                 sentence = "it is in a region of a higher-order operator, such as a checkpoint"
                 reason = refused(item, sentence, lever="compute it outside of the region")
                 declined.append(declined_at(found.output, reason, context))
+                choice.met(item, nodes, declined[-1])
         declined += _in_regions(item, region, context, choice)
     return declined
 

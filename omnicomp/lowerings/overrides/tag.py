@@ -134,6 +134,7 @@ def _in_regions(item: Override, module: GraphModule, context: LoweringContext, c
             sentence = f"the block {block.path} is in a region of a higher-order operator, such as a checkpoint"
             reason = refused(item, sentence, lever="call the module outside of the region")
             found.append(_declined(block, reason, context))
+            choice.met(item, block.nodes, found[-1])
         found += _in_regions(item, region, context, choice)
     return found
 
