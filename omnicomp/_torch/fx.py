@@ -14,10 +14,12 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils.weak import TensorWeakRef
 
 __all__ = [
     "all_nodes",
     "boxed",
+    "called_with_fakes",
     "copy_module",
     "describe",
     "fake_value",
@@ -128,6 +130,13 @@ def fake_value(node: Any) -> Any:
     if "example_value" in node.meta:
         return node.meta["example_value"]
     return node.meta.get("val")
+
+
+def called_with_fakes(module: GraphModule) -> bool:
+    """Whether Dynamo captured a graph in a call with fake tensors of the program's own, which hold no values."""
+    captured = (node.meta.get("grapharg") for node in module.graph.find_nodes(op="placeholder"))
+    held = [getattr(argument, "_example", None) for argument in captured]
+    return any(is_fake(value() if isinstance(value, TensorWeakRef) else value) for value in held)
 
 
 def _attribute(module: GraphModule, target: str) -> Any:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from omnicomp import weights
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving, threads
-from omnicomp._torch.fx import copy_module, forget_tensors
+from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp.analysis.nodes import all_nodes
@@ -31,6 +31,7 @@ from omnicomp.backend.retreat import (
     record_graph_break,
     retreat_to_eager,
     run_by_eagers_autograd,
+    run_on_fake_tensors,
     run_uncaptured,
 )
 from omnicomp.backend.run_passes import Passed, run_passes
@@ -91,6 +92,8 @@ def omni(
             if policy.on_error == "raise":
                 raise
             return hand_over(run_uncaptured(gm, error), wish)
+        if called_with_fakes(gm):
+            return run_on_fake_tensors(gm, graph)
         if graph.training and policy.autograd == "eager":
             return hand_over(run_by_eagers_autograd(gm, graph), wish)
         try:

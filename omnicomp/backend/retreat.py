@@ -25,6 +25,7 @@ __all__ = [
     "record_retreat",
     "retreat_to_eager",
     "run_by_eagers_autograd",
+    "run_on_fake_tensors",
     "run_uncaptured",
 ]
 
@@ -130,6 +131,17 @@ def run_by_eagers_autograd(gm: GraphModule, graph: CapturedGraph) -> Callable[..
         by="autograd",
         sentence="the graph is in training, and options={'autograd': 'eager'} asks for eager's autograd",
         lever="leave the option out",
+    )
+    return _running_eager(gm, graph.id, graph_compiler(graph), reason)
+
+
+def run_on_fake_tensors(gm: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
+    """Run a graph that was called with fake tensors, of which generated code would read the memory."""
+    reason = Reason(
+        code="capture_failed",
+        by="capture",
+        sentence="the call's inputs are fake tensors, which have no memory: the graph runs operator by operator",
+        lever="none is needed; calls with real tensors are compiled",
     )
     return _running_eager(gm, graph.id, graph_compiler(graph), reason)
 

@@ -10,6 +10,8 @@ import torch
 from processes import python
 from tiers import fast
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import omnicomp
 from omnicomp.passes import Pass
@@ -353,3 +355,19 @@ def test_modes_run(mode: str) -> None:
     check_step(model, compiled, torch.randn(4, 8))
     assert events(Capture)[0].mode == mode
     assert all(attempt.ok for attempt in events(Attempt) if attempt.selected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_call_with_fake_tensors_computes_fake_tensors(dynamic: bool) -> None:
+    """Generated code would read memory that they don't have, and the process would abort."""
+    sizes = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC] * 2
+    compiled = torch.compile(lambda x: torch.sin(x) + 1, backend="omni", fullgraph=True)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        found = compiled(mode.from_tensor(torch.randn(3, 4), symbolic_context=context))
+    assert isinstance(found, FakeTensor)
+    assert [int(size) for size in found.shape] == [3, 4]
+    torch.testing.assert_close(
+        torch.compile(lambda x: torch.sin(x) + 1, backend="omni", options={"lowerings": ["eager"]})(torch.ones(2)),
+        torch.ones(2).sin() + 1,
+    )
