@@ -11,7 +11,7 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
 from omnicomp._torch.repairs import folded_nans
-from omnicomp._torch.repairs.decompositions import decompositions_mended
+from omnicomp._torch.repairs.decompositions import decompositions_mended, kept_whole
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.stage_times import autograd_stage, stage
 from omnicomp.builder.cache_keys import verdict
@@ -20,6 +20,7 @@ from omnicomp.builder.part import build_part
 from omnicomp.builder.record import replay
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.lowerings.engines.inputs import Weights, engines_of, informed, weights_of
+from omnicomp.options.eager_operators import EAGER_OPERATORS
 from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.eager_gradients import LEVER, EagerGradients
 from omnicomp.runtime.fallback_limit import judge_graph
@@ -89,6 +90,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         restoring(lambda part: graph.context(part, {})),
         cache,
         decompositions_mended(),
+        kept_whole(EAGER_OPERATORS if graph.policy.numerics == "eager" and not engines else ()),
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):
         if not by_inductor:

@@ -29,6 +29,7 @@ from omnicomp.options.checks import (
     path,
 )
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, parse_dtype_policy
+from omnicomp.options.eager_operators import EAGER_OPERATORS
 from omnicomp.options.engine_names import engine_names
 from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
 from omnicomp.options.placement_rules import Rule, parse_environment, parse_rules
@@ -42,6 +43,8 @@ LOWERINGS: Final = ("override", "inductor", "eager")
 """The default order. Names of engines may be put into it."""
 VERIFYING: Final = ("first", "always")
 """Values of the option `verify` with which results are compared with eager's."""
+_ROUNDING: Final = ("emulate_precision_casts", "eager_numerics.division_rounding")
+"""Inductor's keys for eager's rounding."""
 _CHOOSE: Final = ("tuned", "measure")
 _WITHOUT_EFFECT: Final = ("build_seconds",)  # for one release
 
@@ -96,6 +99,13 @@ class Policy:
         function,
         "a function of the names and the values of a graph's inputs, which returns the values to measure that on",
         in_digest=False,
+    )
+    numerics: str = option(
+        "inductor",
+        choice("inductor", "eager"),
+        '`"eager"`: round as eager does. Inductor rounds between half-precision operators, and what it computes '
+        "otherwise nevertheless runs eager, by a list that was learned from all float16 and bfloat16 numbers. See "
+        "[limits.md](limits.md)",
     )
     lowerings: tuple[str, ...] = option(
         LOWERINGS,
@@ -315,6 +325,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
     asked = own.get("lowerings", LOWERINGS)
     own["choose"] = asked if isinstance(asked, str) else "off"
     own["lowerings"], own["rules"] = _placement(LOWERINGS if isinstance(asked, str) else asked)
+    if own.get("numerics") == "eager":
+        passed_on = {**{name: True for name in _ROUNDING if name in inductor.config_keys()}, **passed_on}
+        own["rules"] = (*(Rule(name, ("eager",)) for name in EAGER_OPERATORS), *own["rules"])
     try:
         patches = inductor.config_patches(mode, passed_on)
     except RuntimeError as error:

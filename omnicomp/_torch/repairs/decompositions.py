@@ -7,7 +7,7 @@ reproducer is `tests/_torch/repairs/test_decompositions.py`.
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, ClassVar, Final
 
 import torch
@@ -19,7 +19,7 @@ from torch._prims_common.wrappers import elementwise_type_promotion_wrapper
 from omnicomp._torch.repairs.needed import Needed
 from omnicomp.forks import new_lock
 
-__all__ = ["NEEDED", "decompositions_mended"]
+__all__ = ["NEEDED", "decompositions_mended", "kept_whole"]
 
 NEEDED: Final = Needed(first="2.11")
 _aten: Final[Any] = torch.ops.aten
@@ -34,7 +34,7 @@ def decompositions_mended() -> Generator[None]:
     """
     with _lock:
         if not _inside.before and NEEDED.here:
-            for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
+            for table in _tables():
                 before = {target: table.get(target) for target in _MENDED}
                 table.update({target: _or_else(made, before[target]) for target, made in _MENDED.items()})
                 _inside.before.append((table, before))
@@ -51,6 +51,32 @@ def decompositions_mended() -> Generator[None]:
                         del table[target]
                     else:
                         table[target] = usual
+
+
+@contextlib.contextmanager
+def kept_whole(names: Iterable[str]) -> Generator[None]:
+    """Inside, Inductor's table has no decomposition of some operators; in the compile lock alone.
+
+    Args:
+        names: of operators, such as `aten.gelu`.
+    """
+    wanted = tuple(f"{name}." for name in names)
+    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for table in _tables() if wanted else ():
+        rest = {target: made for target, made in table.items() if str(target).startswith(wanted)}
+        taken.append((table, rest))
+        for target in rest:
+            del table[target]
+    try:
+        yield
+    finally:
+        for table, rest in taken:
+            table.update(rest)
+
+
+def _tables() -> tuple[Any, ...]:
+    """Inductor's tables, with its own random numbers and without."""
+    return decomposition.decompositions, decomposition.fast_random_decomps()
 
 
 class _Inside:

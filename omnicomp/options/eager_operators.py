@@ -1,0 +1,67 @@
+"""Operators that Inductor rounds otherwise than eager; bench/sweep_numerics.py writes this.
+
+On 2026-11-22, with torch 2.13.0+cpu on a CPU; binary operators in half precision alone.
+"""
+
+from typing import Final
+
+__all__ = ["EAGER_OPERATORS"]
+
+EAGER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
+    "aten.acos": ("float32",),
+    "aten.acosh": ("float32",),
+    "aten.asin": ("float32",),
+    "aten.asinh": ("float16", "float32"),
+    "aten.atan": ("float32",),
+    "aten.celu": ("float32",),
+    "aten.clamp": ("bfloat16", "float16", "float32"),
+    "aten.clamp_min": ("bfloat16", "float16", "float32"),
+    "aten.cos": ("float32",),
+    "aten.elu": ("float16", "float32"),
+    "aten.erf": ("bfloat16", "float16", "float32"),
+    "aten.erfc": ("float32",),
+    "aten.erfinv": ("float32",),
+    "aten.exp": ("float32",),
+    "aten.expm1": ("float16", "float32"),
+    "aten.floor_divide": ("bfloat16", "float16", "float32"),
+    "aten.fmax": ("bfloat16",),
+    "aten.fmin": ("bfloat16",),
+    "aten.gelu": ("bfloat16", "float16", "float32"),
+    "aten.hardtanh": ("bfloat16", "float16", "float32"),
+    "aten.i0": ("float32",),
+    "aten.ldexp": ("bfloat16", "float16"),
+    "aten.log": ("float32",),
+    "aten.log10": ("float32",),
+    "aten.log2": ("float32",),
+    "aten.logit": ("bfloat16", "float16", "float32"),
+    "aten.nextafter": ("bfloat16", "float16"),
+    "aten.pow": ("bfloat16", "float16", "float32"),
+    "aten.remainder": ("bfloat16", "float16"),
+    "aten.sin": ("float32",),
+    "aten.sinc": ("bfloat16", "float16", "float32"),
+    "aten.softshrink": ("bfloat16", "float16", "float32"),
+    "aten.special_airy_ai": ("float32",),
+    "aten.special_bessel_j0": ("float32",),
+    "aten.special_bessel_j1": ("float32",),
+    "aten.special_bessel_y0": ("float32",),
+    "aten.special_bessel_y1": ("float32",),
+    "aten.special_entr": ("bfloat16", "float16", "float32"),
+    "aten.special_i0e": ("float16", "float32"),
+    "aten.special_i1": ("float16", "float32"),
+    "aten.special_i1e": ("float16", "float32"),
+    "aten.special_log_ndtr": ("float32",),
+    "aten.special_modified_bessel_i0": ("float32",),
+    "aten.special_modified_bessel_i1": ("float32",),
+    "aten.special_modified_bessel_k0": ("float32",),
+    "aten.special_modified_bessel_k1": ("float32",),
+    "aten.special_ndtri": ("float32",),
+    "aten.special_scaled_modified_bessel_k0": ("float32",),
+    "aten.special_scaled_modified_bessel_k1": ("float32",),
+    "aten.special_spherical_bessel_j0": ("float32",),
+    "aten.special_xlog1py": ("bfloat16", "float16"),
+    "aten.sqrt": ("float32",),
+    "aten.tan": ("float32",),
+    "aten.tanh": ("float32",),
+    "aten.xlogy": ("bfloat16", "float16"),
+}
+"""By the name of the operator, the dtypes in which a result differed."""
