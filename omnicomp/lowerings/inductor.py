@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.decompose import with_decompositions
@@ -27,7 +28,7 @@ class InductorLowering:
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Everything: what Inductor has no code generator for, it calls as an external kernel itself."""
         if compile_fx.has_inductor(context.device.type):
-            return None
+            return _negated(node, self.name)
         return Reason(
             code="lowering_excluded",
             by=self.name,
@@ -68,6 +69,20 @@ class InductorLowering:
         lookups: list[Lookup] = []
         compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, **context.inductor_kwargs)
         return dataclasses.replace(whole_executable(compiled), lookups=tuple(lookups))
+
+
+def _negated(node: Node, name: str) -> Support:
+    """Generated code reads the memory of a tensor whose negation is pending, as of `z.conj().imag`, as it is."""
+    values = [fake_value(operand) for operand in node.all_input_nodes]
+    if not any(isinstance(value, torch.Tensor) and value.is_neg() for value in values):
+        return None
+    return Reason(
+        code="lowering_excluded",
+        by=name,
+        sentence="Inductor's code would read a tensor without the negation that is pending for it",
+        node=f"{node.name} ({op_name(node)})",
+        lever="call resolve_neg() on it before the compiled function",
+    )
 
 
 def whole_executable(compiled: Any) -> Executable:
