@@ -341,7 +341,11 @@ def _may_overlap(value: Tensor) -> bool:
 
 
 class RepairReturnedInputs(_WhileTraced):
-    """Returns inputs that are written to in the places of the outputs that they are."""
+    """Returns inputs that are written to in the places of the outputs that they are.
+
+    Where `w` needs gradients, the first result of
+    `torch.compile(lambda w, x, b: (w.detach().mul_(2), x.sin(), b.add_(1))[1:], backend="aot_eager")` is `b`.
+    """
 
     name: ClassVar[str] = "repair_returned_inputs"
     needed: ClassVar[Needed] = returned_inputs.NEEDED

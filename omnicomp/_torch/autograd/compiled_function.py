@@ -81,7 +81,7 @@ def _results(metadata: Any) -> Results:
     sources = [
         (first + index, index, False)
         for index, info in enumerate(metadata.output_info)
-        if info.output_type in _OWN and issubclass(info.raw_type, torch.Tensor) and info.requires_grad_for_backward
+        if info.output_type in _OWN and issubclass(info.raw_type, torch.Tensor) and _is_differentiated(info)
     ]
     for base in range(metadata.num_intermediate_bases):
         views = [
@@ -98,6 +98,11 @@ def _results(metadata: Any) -> Results:
         ),
         followed=first > 0,
     )
+
+
+def _is_differentiated(info: Any) -> bool:
+    """Whether the backward takes a gradient of a result; torch 2.11 does not tell views made without gradients apart."""
+    return bool(getattr(info, "requires_grad_for_backward", info.requires_grad))
 
 
 def in_compiled_autograd() -> bool:
