@@ -101,7 +101,7 @@ def _results(metadata: Any) -> Results:
 
 
 def _is_differentiated(info: Any) -> bool:
-    """Whether the backward takes a gradient of a result; torch 2.11 does not tell views made without gradients apart."""
+    """Whether the backward takes a gradient of a result; torch 2.11 takes one of views made without gradients, too."""
     return bool(getattr(info, "requires_grad_for_backward", info.requires_grad))
 
 
