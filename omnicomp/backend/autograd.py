@@ -12,6 +12,7 @@ from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_m
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
 from omnicomp._torch.repairs import folded_nans
 from omnicomp._torch.repairs.decompositions import decompositions_mended, kept_whole
+from omnicomp._torch.repairs.rounded_casts import casts_kept
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.stage_times import autograd_stage, stage
 from omnicomp.builder.cache_keys import verdict
@@ -90,6 +91,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         restoring(lambda part: graph.context(part, {})),
         cache,
         decompositions_mended(),
+        casts_kept(),
         kept_whole(EAGER_OPERATORS if graph.policy.numerics == "eager" and not engines else ()),
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):

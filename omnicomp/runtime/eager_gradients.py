@@ -12,7 +12,6 @@ some results have a gradient, inputs that do not take part in those get None, as
 """
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
@@ -35,6 +34,7 @@ from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
 from omnicomp.analysis.random_state import generator_states
 from omnicomp.errors import GradientError, Once, add_note
+from omnicomp.forks import new_lock
 
 __all__ = ["LEVER", "EagerGradients"]
 
@@ -82,7 +82,7 @@ class EagerGradients:
         self._placeholders = [fake_value(node) for node in graph.graph.find_nodes(op="placeholder")]
         self._inside = grad_mode_of(["cpu", *devices])
         self._run = disable(graph, reason="omnicomp computes gradients by eager's autograd")
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._autograd: AutogradGraph | None = None
         self._traced = False
         others = [value for value in self._placeholders if not _is_static(value)]

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tiers import fast
 from torch import Tensor
 
 import omnicomp
+from omnicomp import store
 from omnicomp.builder import known_failures as verdicts
 from omnicomp.lowerings.overrides import trust
 from omnicomp.lowerings.overrides.registry import unregister
@@ -173,12 +175,12 @@ def test_a_folder_that_is_a_file(use: Callable[[], None], tmp_path: Path, monkey
 def test_a_disk_that_is_full(use: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     full = [0]
 
-    def write_text(self: Path, text: str, **kwargs: Any) -> int:
-        self.write_bytes(text[: len(text) // 2].encode())
+    def replace(made: str, path: Path) -> None:
+        Path(made).write_bytes(Path(made).read_bytes()[:-7])
         full[0] += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(store, "os", types.SimpleNamespace(**{**vars(os), "replace": replace}))
     use()
     use()
     assert full[0] > 0

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fragile
 import pytest
 import torch
 from torch import Tensor
@@ -92,7 +93,11 @@ fails_on_request.register_fake(lambda x: torch.empty_like(x))
 
 
 @torch.no_grad()
-def test_a_call_that_drew_random_numbers_and_raised_is_made_again_with_the_same() -> None:
+def test_a_call_that_drew_random_numbers_and_raised_is_made_again_with_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fragile.a_compilers(monkeypatch, "omnicomp_gpu_tests")
+
     def noisy(x: Tensor) -> Tensor:
         return fails_on_request(x + torch.rand_like(x))
 
@@ -110,8 +115,9 @@ def test_a_call_that_drew_random_numbers_and_raised_is_made_again_with_the_same(
 
 
 @torch.no_grad()
-def test_out_of_memory_is_tried_again_when_what_the_call_held_is_freed() -> None:
+def test_out_of_memory_is_tried_again_when_what_the_call_held_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the free memory is held by the call that fails; without freeing it, the second could not have it."""
+    fragile.a_compilers(monkeypatch, "omnicomp_gpu_tests")
     free, _ = torch.cuda.mem_get_info()
     tries: list[int] = []
 

@@ -20,6 +20,7 @@ from torch._inductor.codegen.common import (
 )
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
+from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
@@ -35,6 +36,7 @@ __all__ = [
     "DeviceOpOverrides",
     "DevicePass",
     "PythonWrapperCodegen",
+    "SIMDScheduling",
     "TritonScheduling",
     "WrapperFxCodegen",
     "custom_pass",

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from omnicomp.forks import new_lock
@@ -18,13 +18,11 @@ class Exchange:
     A wrapper that another library puts over ours meanwhile is left where it is, and ours then passes its calls on.
     """
 
-    def __init__(
-        self, owner: type | ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Name the method.
 
         Args:
-            owner: the class or the module that has it.
+            owner: the class, the module or the object that has it.
             name: of it.
             make: gets the method, and returns what takes its place.
         """

@@ -6,11 +6,14 @@ their way is another thing, and is left to Inductor's `emulate_precision_casts`.
 """
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import torch
-from torch._inductor import lowering
+from torch._inductor import config, lowering
+from torch._inductor.codegen import cpp
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.utils import is_gpu
 from torch._inductor.virtualized import V, ops
 from torch.fx import Node
@@ -18,9 +21,10 @@ from torch.fx import Node
 from omnicomp._torch.repairs.method_patch import Exchange
 from omnicomp._torch.repairs.needed import Needed
 
-__all__ = ["NEEDED", "casts_rounded"]
+__all__ = ["NEEDED", "casts_kept", "casts_rounded"]
 
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/185337")
+_DROPPED: Final = Needed(first="2.11", fixed="2.13", issue="https://github.com/pytorch/pytorch/issues/185337")
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
@@ -65,9 +69,72 @@ def _cast_back(node: Node) -> bool:
     )
 
 
+_exact = threading.local()
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The C++ of a cast, which is not taken back for nothing where it is to round (as from torch 2.13 on)."""
+
+    def to_dtype(x: Any, dtype: torch.dtype, src_dtype: Any = None, use_compute_types: bool = True) -> Any:
+        _exact.wanted = not use_compute_types or config.emulate_precision_casts
+        try:
+            return original(x, dtype, src_dtype, use_compute_types)
+        finally:
+            _exact.wanted = False
+
+    return to_dtype
+
+
+def _unless_exact(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The note of a kernel that a value was cast from another one, which it then reads in place of the cast back."""
+
+    def cache_dtype_convert(*args: Any) -> None:
+        if not getattr(_exact, "wanted", False):
+            original(*args)
+
+    return cache_dtype_convert
+
+
 _CASTS: Final = Exchange(lowering, "to_dtype", _rounding)
+_TAKEN_BACK: Final = (
+    Exchange(cpp.CppOverrides, "to_dtype", _noting),
+    Exchange(cpp.CppVecOverrides, "to_dtype", _noting),
+    Exchange(cpp.CppKernel, "cache_dtype_convert", _unless_exact),
+)
 
 
-def casts_rounded() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def casts_rounded() -> Generator[None]:
     """Inside, Inductor rounds in the casts to half precision that a program asks for."""
-    return _CASTS if NEEDED.here else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        for change in (*([_CASTS] if NEEDED.here else []), *(_TAKEN_BACK if _DROPPED.here else ())):
+            stack.enter_context(change)
+        yield
+
+
+def _of_no_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The rewrite of two casts to the second, where the first loses nothing."""
+
+    def rewrite(match: Any, arg: Node, dtype1: torch.dtype, dtype2: torch.dtype) -> None:
+        value: Any = arg.meta.get("val")
+        if dtype1.itemsize >= max(dtype2.itemsize, getattr(value, "dtype", dtype2).itemsize):
+            original(match, arg, dtype1, dtype2)
+
+    return rewrite
+
+
+_REWRITES: Final = [
+    Exchange(entry, "handler", _of_no_loss)
+    for entries in joint_graph.patterns.patterns.values()
+    for entry in entries
+    if getattr(getattr(entry, "handler", None), "__name__", "") == "pointless_convert"
+]
+
+
+@contextlib.contextmanager
+def casts_kept() -> Generator[None]:
+    """Inside, Inductor's graph passes take no cast away that narrows, as they do before torch 2.13."""
+    with contextlib.ExitStack() as stack:
+        for rewrite in _REWRITES if _DROPPED.here else ():
+            stack.enter_context(rewrite)
+        yield

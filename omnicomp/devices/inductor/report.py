@@ -163,6 +163,8 @@ def _generates_triton(scheduling: Any) -> bool:
     """Whether what is registered generates Triton: a class, or a function that chooses one, or one that delegates."""
     if scheduling is None:
         return False
+    if isinstance(scheduling, type) and issubclass(scheduling, registry.SIMDScheduling):
+        return issubclass(scheduling, registry.TritonScheduling)
     made = scheduling(None)  # as torch makes one to ask for its features
     return any(isinstance(each, registry.TritonScheduling) for each in (made, *vars(made).values()))
 
