@@ -29,7 +29,7 @@ from omnicomp.lowerings.inductor import whole_executable
 from omnicomp.lowerings.override import PlannedCall, override_of, planned, planned_call
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.tag import matched_at
-from omnicomp.runtime.evidence import Witness
+from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.wrappers import wrap
 from omnicomp.timeline import (
     Attempt,
@@ -131,11 +131,11 @@ class PartRecord:
         """The calls of overrides in a subgraph, in program order."""
         return self._calls.get(self.subgraph_id(index), ())
 
-    def emit_ran(self, result: Executable, witness: Witness, index: int = 0) -> None:
+    def emit_ran(self, result: Executable, observer: FirstCallObserver, index: int = 0) -> None:
         """Record that a subgraph was called, and the overrides inside it."""
         id = self.subgraph_id(index)
         chosen = [s for s in self._subgraphs if s.subgraph == id or s.subgraph.startswith(f"{id}/")]
-        emit_ran(self._context, chosen, result, witness)
+        emit_ran(self._context, chosen, result, observer)
 
     def _describe(
         self, index: int, lowering: str, nodes: Sequence[Node], boundary: tuple[list[Any], list[Any]], *, whole: bool
@@ -296,7 +296,9 @@ def _without_identity(event: Event, whole: bool) -> dict[str, Any]:
     return {key: value for key, value in event.to_dict().items() if key not in dropped}
 
 
-def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable, witness: Witness) -> None:
+def emit_ran(
+    context: LoweringContext, subgraphs: Sequence[Subgraph], result: Executable, observer: FirstCallObserver
+) -> None:
     """Record what a subgraph ran, from the evidence of its first call.
 
     Where the evidence contradicts the executable's claim, the audit shows a difference from the plan. An
@@ -306,23 +308,23 @@ def emit_ran(context: LoweringContext, subgraphs: Sequence[Subgraph], result: Ex
     counted: Counter[str] = Counter()
     for subgraph in subgraphs:
         if "/" not in subgraph.subgraph:
-            ran, seen, calls = witness.ran, "; ".join(filter(None, (witness.evidence, evidence))), kernels
-            note = witness.notes.get(subgraph.subgraph, "")
+            ran, seen, calls = observer.ran, "; ".join(filter(None, (observer.evidence, evidence))), kernels
+            note = observer.notes.get(subgraph.subgraph, "")
             seen = f"{seen}; {note}" if note and ran == "override" else seen
             context.timeline.append(_ran(context, subgraph, ran, seen, calls))
             continue
         name = "".join(subgraph.ops)
         counted[name] += 1
-        if witness.was_replaced(subgraph.subgraph):
-            ran, seen, calls = "eager", f"{witness.notes[subgraph.subgraph]}, called from {evidence}", {}
-        elif witness.watched and witness.calls_of(subgraph.ops) < counted[name]:
-            ran, seen, calls = witness.ran, f"not called in the first call of {evidence}", {}
+        if observer.was_replaced(subgraph.subgraph):
+            ran, seen, calls = "eager", f"{observer.notes[subgraph.subgraph]}, called from {evidence}", {}
+        elif observer.watched and observer.calls_of(subgraph.ops) < counted[name]:
+            ran, seen, calls = observer.ran, f"not called in the first call of {evidence}", {}
         else:
             operators = [f"torch.ops.{op}" for op in subgraph.ops]
             calls = {name: count for name, count in kernels.items() if name in operators}
             ran = "override" if calls else result.lowering
             seen = f"{', '.join(calls)} called from {evidence}" if calls else f"not called from {evidence}"
-            note = witness.notes.get(subgraph.subgraph, "")
+            note = observer.notes.get(subgraph.subgraph, "")
             seen = f"{seen}; {note}" if note and calls else seen
         context.timeline.append(_ran(context, subgraph, ran, seen, calls))
 
@@ -356,8 +358,8 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any, cache
         guard = eager_artefact.guard(kept.fallback, context, compiled, recorded=kept.recorded)
     verifier = None if kept.recorded else eager_artefact.verifier(kept.fallback, context)
 
-    def emit(result: Executable, witness: Witness) -> None:
-        emit_ran(context, subgraphs, result, witness)
+    def emit(result: Executable, observer: FirstCallObserver) -> None:
+        emit_ran(context, subgraphs, result, observer)
 
     # What the graph writes to is not known here, so that a forward can't be given up.
     wrapped = wrap(result, context, subgraph, emit, guard=guard, verifier=verifier, calls=overrides, repeatable=False)

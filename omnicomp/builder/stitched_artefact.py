@@ -27,7 +27,7 @@ from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.inductor import executable
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.options.policy import VERIFYING
-from omnicomp.runtime.evidence import Witness
+from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import Cache, Subgraph
 
@@ -205,8 +205,8 @@ def _wrapped(
             around=around,
         )
 
-    def emit(result: Executable, witness: Witness) -> None:
-        emit_ran(context, rows, result, witness)
+    def emit(result: Executable, observer: FirstCallObserver) -> None:
+        emit_ran(context, rows, result, observer)
 
     # What the graph writes to is not known here, so that a forward can't be given up.
     id = f"{context.part_id}.{index}"

@@ -27,7 +27,7 @@ from omnicomp.runtime.override_check import Trial, devices_of, try_backward, try
 from omnicomp.timeline import Reason, Verification
 from omnicomp.timeline.step_down import record_step_down
 
-__all__ = ["Rejected", "Witness", "rejectable"]
+__all__ = ["FirstCallObserver", "Rejected", "rejectable"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -58,7 +58,7 @@ def rejectable() -> Generator[None]:
         _local.rejectable = before
 
 
-class Witness:
+class FirstCallObserver:
     """Observes the first call of one executable."""
 
     def __init__(

@@ -17,7 +17,7 @@ from omnicomp.options.acknowledged import load_and_tell
 from omnicomp.options.fallback_limits import FallbackBudget
 from omnicomp.options.policy import Policy
 from omnicomp.privacy import logger
-from omnicomp.runtime.fallback_warning import hush
+from omnicomp.runtime.fallback_warning import suppress
 from omnicomp.timeline import current
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Watch:
         if self._budget.on_excess == "error":
             self._error = message(verdict, self._graph)
         else:
-            hush(self._graph)
+            suppress(self._graph)
             log.warning("omni: %s", message(verdict, self._graph))
 
 

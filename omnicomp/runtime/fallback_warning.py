@@ -12,7 +12,7 @@ from omnicomp.options.selectors import selects
 from omnicomp.privacy import logger
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Retreat, current
 
-__all__ = ["hush", "notify"]
+__all__ = ["notify", "suppress"]
 
 log = logger("omnicomp")
 
@@ -32,7 +32,7 @@ def notify(graph: str, policy: Policy) -> None:
             _notify(graph, policy.fallback.allow if policy.fallback is not None else ())
 
 
-def hush(graph: str) -> None:
+def suppress(graph: str) -> None:
     """Suppress the warning for the parts that a graph has by now: a fuller one was logged."""
     with _lock:
         _said.update((graph, getattr(event, "part", "")) for event in current().events(graph))

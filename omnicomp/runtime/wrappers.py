@@ -10,7 +10,7 @@ from typing import Any, Final
 from omnicomp.errors import Once
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.override import PlannedCall
-from omnicomp.runtime.evidence import Witness
+from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.fallback_limit import within_budget
 from omnicomp.runtime.guard import Guard
 from omnicomp.runtime.memory import sampled
@@ -72,7 +72,7 @@ def wrap(
     result: Executable,
     context: LoweringContext,
     subgraph: str,
-    emit: Callable[[Executable, Witness], None],
+    emit: Callable[[Executable, FirstCallObserver], None],
     *,
     guard: Guard | None,
     verifier: Verifier | None = None,
@@ -95,20 +95,20 @@ def wrap(
     call = result.call
     for wrapper in WRAPPERS:
         call = wrapper(call, at)
-    witness = Witness(context, result.lowering, calls, path=result.generated, repeatable=repeatable)
+    observer = FirstCallObserver(context, result.lowering, calls, path=result.generated, repeatable=repeatable)
 
     def ran() -> None:
         if not (guard is not None and guard.stepped_down) and not (verifier is not None and verifier.failed):
-            emit(_with_verdict(result, verifier), witness)
+            emit(_with_verdict(result, verifier), observer)
 
     once = Once(ran)
 
     def first(inputs: list[Any]) -> Sequence[Any]:
-        outputs = witness.first(call, inputs)
+        outputs = observer.first(call, inputs)
         once()
         return outputs
 
-    return Wrapped(first=first, later=lambda: witness.after_first(call))
+    return Wrapped(first=first, later=lambda: observer.after_first(call))
 
 
 def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:

@@ -1,7 +1,7 @@
 """A test of the audit itself: executables that lie about what they run, and whether the audit says so.
 
-The lies go the way that every first call goes: `witness.Witness` sees it, `records.emit_ran` records it, and the audit
-compares that with the plan. Nothing is compiled, so that `omnicomp doctor` can run this anywhere.
+They go the way that every first call goes: a `FirstCallObserver` sees it, `emit_ran` records it, and the audit compares
+that with the plan. Nothing is compiled, so that `omnicomp doctor` can run this anywhere.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from omnicomp.lowerings import Executable, GraphRecord, LoweringContext
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.options.policy import Policy
-from omnicomp.runtime.evidence import Witness
+from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.timeline import Subgraph, Timeline
 
 __all__ = ["LIES", "Lie", "self_test"]
@@ -127,8 +127,8 @@ def _mismatches(claim: str, call: Boxed) -> int:
     if claim == "override":
         item = Override(name="self_test", declared=_eager, function=_eager, operators=(_OPERATOR,))
         calls.append(PlannedCall(item=item, operator=_OPERATOR, truth=None, subgraph=_ID))
-    witness = Witness(context, claim, calls, path=_GENERATED if claim == "inductor" else "")
+    observer = FirstCallObserver(context, claim, calls, path=_GENERATED if claim == "inductor" else "")
     result = Executable(lowering=claim, call=call, attest=lambda: (f"it says {claim}", {}))
-    witness.first(call, [torch.ones(3)])
-    emit_ran(context, [plan], result, witness)
+    observer.first(call, [torch.ones(3)])
+    emit_ran(context, [plan], result, observer)
     return len(fold(timeline.events()).mismatches)

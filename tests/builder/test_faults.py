@@ -28,7 +28,7 @@ EVERYWHERE = {
     "failures": Place("omnicomp.builder.part", "PartFailures"),
     "placement": Place("omnicomp.builder.part", "place"),
     "record": Place("omnicomp.builder.part", "PartRecord"),
-    "witness": Place("omnicomp.builder.part", "wrap"),
+    "observer": Place("omnicomp.builder.part", "wrap"),
     "attestation": Place("omnicomp.builder.record", "emit_ran", parts=False),
 }
 PIECES = {

@@ -14,7 +14,7 @@ from omnicomp.lowerings import Executable
 from omnicomp.runtime import wrappers
 from omnicomp.runtime.wrappers import Surroundings
 
-WRAPPING = {"with_tf32", "sampled", "named", "within_budget", "Witness"}
+WRAPPING = {"with_tf32", "sampled", "named", "within_budget", "FirstCallObserver"}
 
 
 def test_the_wrappers_are_used_in_one_module() -> None:
