@@ -93,7 +93,7 @@ _NAMED: Final = {
         name: f"numpy.{name}"
         for name in (
             "abs acos acosh asin asinh atan atan2 atanh cos cosh ceil exp exp2 expm1 floor fmax fmin fmod hypot log"
-            " log1p log2 log10 maximum minimum reciprocal remainder round sign signbit sin sinh sqrt tan tanh trunc"
+            " log1p log2 log10 maximum minimum reciprocal remainder round signbit sin sinh sqrt tan tanh trunc"
             " bitwise_and bitwise_or bitwise_xor bitwise_not isfinite add multiply where"
         ).split()
     },
@@ -120,6 +120,11 @@ for _name, _path in _NAMED.items():
 def _add(x: Any, y: Any, like: Any) -> Any:
     """Of a decomposition, which goes on with the result."""
     return x + y
+
+
+@_form("prims.sign")
+def _sign(x: Any, like: Any) -> Any:
+    return x if x.dtype == bool else jnp.sign(x)
 
 
 @_form("prims.div")
