@@ -47,14 +47,32 @@ def separate_outputs(graph: Graph) -> int:
     for value in output.all_input_nodes:
         if root(value) not in in_place:
             continue
-        with graph.inserting_after(value):
-            # A copy that Inductor makes. It takes a `clone` for nothing, and removes it.
-            copy = graph.call_function(torch.ops.aten.squeeze_copy.dims, (value, []))
-        copy.meta.update(value.meta, val=torch.ops.aten.clone.default(value.meta["val"]))
-        copies[value] = copy
+        copies[value] = _copied(graph, value)
     if copies:
         output.args = torch.fx.map_arg(output.args, lambda node: copies.get(node, node))
     return len(copies)
+
+
+def _copied(graph: Graph, value: Node) -> Node:
+    """A copy of a node's value; of a view, the same view of a copy of what it is a view of.
+
+    AOTAutograd makes an output that is a view of an input anew, with the strides and the offset of the graph's output.
+    """
+    base = root(value)
+    if base is not value:
+        chain = [value]
+        while chain[-1].all_input_nodes[0] is not base:
+            chain.append(chain[-1].all_input_nodes[0])
+        copies = {base: _copied(graph, base)}
+        with graph.inserting_before(value.next):
+            for node in reversed(chain):
+                copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
+        return copies[value]
+    with graph.inserting_before(value.next):
+        # A copy that Inductor makes. It takes a `clone` for nothing, and removes it.
+        copy = graph.call_function(torch.ops.aten.squeeze_copy.dims, (value, []))
+    copy.meta.update(value.meta, val=torch.ops.aten.clone.default(value.meta["val"]))
+    return copy
 
 
 def _is_pointwise(node: Node) -> bool:
