@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-rest test-all test-torch lint format bench clean
+.PHONY: demo test test-rest test-long test-all test-torch lint format bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,10 @@ test: $(INSTALLED)  ## the fast tier: each behaviour once
 	$(PYTEST) -m "not slow"
 
 test-rest: $(INSTALLED)  ## what the fast tier leaves out, and more of the cases that tests draw themselves
-	$(PYTEST) -m "slow or drawn" --hypothesis-profile=many
+	$(PYTEST) -m "(slow or drawn) and not long" --hypothesis-profile=many
+
+test-long: $(INSTALLED)  ## faults planted on each rank, kills at more moments: more than continuous integration has time for
+	$(PYTEST) -m long
 
 test-all: $(INSTALLED)  ## every test
 	$(PYTEST) --hypothesis-profile=many

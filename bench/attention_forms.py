@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FORMS", "Form", "Layer", "covering", "cross_product", "make_tensors", "naive", "upcast", "work"]
-
 IndexFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["kernels"]
-
 Kernel = Callable[[], Tensor]
 Compile = Callable[[Kernel], Kernel]
 

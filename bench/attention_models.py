@@ -4,25 +4,25 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from attention_builders import BUILDERS
+from attention_builders import SIZES as SIZES_OF_MORE
 from attention_run import OURS, Call, Plan, Settings
 from bench_models import GPU_SIZES
-from torch import Tensor, nn
+from torch import Tensor
 
 from omnicomp.testing.models import SIZES, Case, Size, build
 
-__all__ = ["ROWS", "Row", "plan", "transformers_version"]
-
-# Name of a candidate: transformers' setting, and the backend.
+# Name of a candidate: transformers' setting, and the backend. Omni's setting is that of the row.
 _CANDIDATES: Final = {
     "eager": ("eager", None),
     "inductor": ("eager", "inductor"),
     "sdpa+inductor": ("sdpa", "inductor"),
     "flex+inductor": ("flex_attention", "inductor"),
-    OURS: ("eager", "omni"),
+    OURS: ("", "omni"),
 }
 
 # Not run on a GPU, where it might take the device along.
@@ -33,34 +33,50 @@ _OUT_OF_BOUNDS: Final = {
     ): "transformers indexes T5's position bias, whose batch size is 1, with the sequence's number"
 }
 
-_GPU_SIZES: Final = {
-    **GPU_SIZES,
-    "gemma2": Size(width=2048, heads=8, layers=4, batch=1, length=8192, vocabulary=32000),
-    "bloom": Size(width=2048, heads=32, layers=4, batch=2, length=2048, vocabulary=32000),
-    "gpt2": Size(width=1024, heads=16, layers=8, batch=8, length=1024, vocabulary=50257),
-}
+_GPU_SIZES: Final = {**GPU_SIZES, **SIZES_OF_MORE}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A model, with its padding mask full or not, in inference or in a training step."""
+    """A model, in inference or in a training step.
+
+    Attributes:
+        model: its name.
+        training: whether it is a training step.
+        padded: whether its padding mask is not full.
+        setting: transformers' setting under which omni runs it: `eager`, or `sdpa` as it comes.
+        by_layer: whether each decoder layer is compiled by itself, by each backend.
+    """
 
     model: str
-    padded: bool
     training: bool
+    padded: bool = False
+    setting: str = "eager"
+    by_layer: bool = False
 
     @property
     def key(self) -> str:
         """Name of the row."""
-        return f"{self.model}{'-padded' if self.padded else ''}/{'training' if self.training else 'inference'}"
+        name = self.model + ("-padded" if self.padded else "") + ("-layers" if self.by_layer else "")
+        name += f"-{self.setting}" if self.setting != "eager" else ""
+        return f"{name}/{'training' if self.training else 'inference'}"
 
 
-_NAMES: Final = ("llama", "bert", "gpt2", "gemma2", "vit", "t5", "bloom")
+# Those that are trained as well.
+_TRAINED: Final = ("llama", "bert", "gpt2", "gemma2", "vit", "t5", "bloom", "qwen3", "mistral", "modernbert", "nanogpt")
+_TRAINED_TOO: Final = ("swin", "whisper")
+_NAMES: Final = (*_TRAINED, *_TRAINED_TOO, "mixtral", "gpt_oss", "deberta", "sam", "unet")
+_CALLED: Final = ("llama", "qwen3", "mistral", "modernbert", "whisper")
 
 ROWS: Final = [
-    Row(model=model, padded=padded, training=training)
-    for model, padded in [*((name, False) for name in _NAMES), ("llama", True)]
-    for training in (False, True)
+    *(Row(model=name, training=False) for name in _NAMES),
+    *(Row(model=name, training=False, setting="sdpa") for name in _CALLED),
+    Row(model="llama", training=False, padded=True),
+    Row(model="llama", training=False, padded=True, setting="sdpa"),
+    *(Row(model="llama", training=t, setting=s, by_layer=True) for s in ("eager", "sdpa") for t in (False, True)),
+    *(Row(model=name, training=True) for name in (*_TRAINED, *_TRAINED_TOO)),
+    *(Row(model=name, training=True, setting="sdpa") for name in ("llama", "qwen3")),
+    Row(model="llama", training=True, padded=True),
 ]
 
 
@@ -79,22 +95,22 @@ def plan(row: Row, settings: Settings, *, quick: bool) -> tuple[Plan, dict[str, 
     def make(name: str, implementation: str, backend: str | None) -> Call:
         if settings.device == "cuda" and (row.model, name) in _OUT_OF_BOUNDS:
             raise NotImplementedError(_OUT_OF_BOUNDS[row.model, name])
-        return _call(_variant(case, implementation), backend, settings, training=row.training)
+        return _call(_variant(case, implementation or row.setting), backend, settings, row)
 
     def reference() -> Sequence[Tensor]:
         # A backward in float64 would need more memory than a device has.
-        dtype = torch.float32 if row.training and settings.device == "cuda" else torch.float64
+        dtype = torch.float32 if settings.device == "cuda" else torch.float64
         model = copy.deepcopy(case.model).to(dtype)
         inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in case.inputs.items()}
         higher = dataclasses.replace(case, model=model, inputs=inputs)
-        return _call(higher, None, settings, training=row.training)()
+        return _call(higher, None, settings, row)()
 
     calls = {
         name: functools.partial(make, name, *how)
         for name, how in _CANDIDATES.items()
         if not {"warm": how[1] is None, "check": name in ("inductor", OURS)}.get(settings.task, False)
     }
-    facts = {"model": row.model, "padded": row.padded, "training": row.training, "size": dataclasses.asdict(size)}
+    facts = {**dataclasses.asdict(row), "size": dataclasses.asdict(size)}
     return Plan(calls=calls, reference=reference), facts
 
 
@@ -106,9 +122,9 @@ def _size(name: str, device: str, *, quick: bool) -> Size:
 
 def _case(row: Row, size: Size, settings: Settings) -> Case:
     with torch.device(settings.device):  # random weights are made where they are used
-        if row.model in _BUILDERS:
+        if row.model in BUILDERS:
             torch.manual_seed(0)
-            case = _BUILDERS[row.model](size)
+            case = BUILDERS[row.model](size)
             case = dataclasses.replace(case, model=case.model.eval())
         else:
             SIZES["attention"] = size
@@ -129,13 +145,22 @@ def _variant(case: Case, implementation: str) -> Case:
     model: Any = copy.deepcopy(case.model, shared)
     if implementation != "eager":
         model.set_attn_implementation(implementation)
+        if case.name == "sam":  # its classes are chosen when it is built
+            with torch.device(next(case.model.parameters()).device):
+                model = type(model)(model.config).eval()
+            model.load_state_dict(case.model.state_dict(), assign=True)
         if model.config._attn_implementation != implementation:
             raise ValueError(f"transformers has no {implementation} for {type(model).__name__}")
     return dataclasses.replace(case, model=model)
 
 
-def _call(case: Case, backend: str | None, settings: Settings, *, training: bool) -> Call:
-    model: Any = case.model if backend is None else settings.compiled(case.model, backend)
+def _call(case: Case, backend: str | None, settings: Settings, row: Row) -> Call:
+    model: Any = case.model
+    if backend is not None and row.by_layer:
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = settings.compiled(layer, backend)
+    elif backend is not None:
+        model = settings.compiled(model, backend)
     graphs = settings.cudagraphs and backend is not None
     weight: list[Tensor] = []
 
@@ -158,75 +183,4 @@ def _call(case: Case, backend: str | None, settings: Settings, *, training: bool
         case.model.zero_grad(set_to_none=True)
         return gradients
 
-    return step if training else forward
-
-
-def _hand_written(config: Any) -> Any:
-    config._attn_implementation = "eager"
-    return config
-
-
-def _made(name: str, model: nn.Module, size: Size) -> Case:
-    tokens = torch.randint(1, size.vocabulary, (size.batch, size.length))
-    mask = torch.ones(size.batch, size.length, dtype=torch.long)
-    return Case(
-        name=name,
-        model=model,
-        inputs={"input_ids": tokens, "attention_mask": mask},
-        sites=size.layers,
-        output=lambda output: output.last_hidden_state,
-    )
-
-
-def _gemma2(size: Size) -> Case:
-    from transformers import Gemma2Config, Gemma2Model
-
-    config = Gemma2Config(
-        hidden_size=size.width,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2,
-        head_dim=size.width // size.heads,
-        query_pre_attn_scalar=size.width // size.heads,
-        num_hidden_layers=size.layers,
-        intermediate_size=4 * size.width,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=max(512, size.length),
-        sliding_window=size.length // 2,  # every other layer; at the GPU's size it is Gemma 2's own 4096
-        use_cache=False,
-    )
-    return _made("gemma2", Gemma2Model(_hand_written(config)), size)
-
-
-def _bloom(size: Size) -> Case:
-    from transformers import BloomConfig, BloomModel
-
-    config = BloomConfig(
-        hidden_size=size.width,
-        n_head=size.heads,
-        n_layer=size.layers,
-        vocab_size=size.vocabulary,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cache=False,
-    )
-    return _made("bloom", BloomModel(_hand_written(config)), size)
-
-
-def _gpt2(size: Size) -> Case:
-    from transformers import GPT2Config, GPT2Model
-
-    config = GPT2Config(
-        n_embd=size.width,
-        n_head=size.heads,
-        n_layer=size.layers,
-        n_positions=max(512, size.length),
-        vocab_size=size.vocabulary,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return _made("gpt2", GPT2Model(_hand_written(config)), size)
-
-
-_BUILDERS: Final[dict[str, Callable[[Size], Case]]] = {"gemma2": _gemma2, "bloom": _bloom, "gpt2": _gpt2}
+    return step if row.training else forward

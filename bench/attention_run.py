@@ -13,8 +13,7 @@ from harness import interleave, peak_memory, relative_error
 from torch import Tensor
 
 import omnicomp
-
-__all__ = ["OURS", "Call", "DeviceLost", "Plan", "Settings", "compare", "release"]
+from omnicomp.timeline import Rewrite
 
 OURS = "omni"
 
@@ -86,7 +85,10 @@ def compare(plan: Plan, settings: Settings) -> dict[str, Any]:
     allowed: list[float] = []
     reference: Sequence[Tensor] = ()
     if settings.task != "warm":
-        reference = [tensor.detach() for tensor in plan.reference()]
+        try:
+            reference = [tensor.detach() for tensor in plan.reference()]
+        except (RuntimeError, NotImplementedError) as error:  # an operator that has no kernel for its dtype
+            record["failures"]["reference"] = f"{type(error).__name__}: {_brief(str(error))}"
         release(settings.device)
     ready: dict[str, Call] = {}
     for name in names:
@@ -115,10 +117,15 @@ def compare(plan: Plan, settings: Settings) -> dict[str, Any]:
             continue
         record["warm_s"][name] = round(time.perf_counter() - start, 2)
         if name == OURS and settings.task != "check":
-            sites = omnicomp.audit().sites
+            report = omnicomp.audit()
+            sites = report.sites
+            runs = [run for graph in report.graphs for run in graph.passes if run.name == "attention_fusion"]
+            record["pass_s"] = round(sum(run.seconds for run in runs), 3)
             record["sites"] = {
                 "fused": len(sites.fused),
-                "targets": sorted({site.target for site in sites.fused}),
+                "called": len(sites.called),
+                "targets": sorted({_target(site) for site in sites.fused}),
+                "timed": list({str(site.timed): site.timed for site in (*sites.fused, *sites.called)}.values()),
                 "missed": [_brief(f"{miss.source}: {miss.reason.sentence}") for miss in sites.near_misses],
             }
         ready[name] = call
@@ -139,6 +146,12 @@ def compare(plan: Plan, settings: Settings) -> dict[str, Any]:
         )
         record["rounds"] = {name: list(timing.rounds) for name, timing in times.items()}
     return record
+
+
+def _target(site: Rewrite) -> str:
+    """What a site became, and which kernel that takes if it is one of torch's."""
+    kernel = re.search(r"kernel _scaled_dot_product_(\w+?)_attention", site.detail)
+    return f"{site.target} ({kernel[1]})" if kernel else site.target
 
 
 def release(device: str) -> None:

@@ -1,9 +1,12 @@
-"""What part of the compile time does the attention pass take, and how does it grow with the layers of a model?
+"""What part of the compile time does the attention pass take, and how do it and the rest grow with a model's layers?
 
-    python bench/bench_pass_time.py [--quick] [--lowering eager] [--layers 4 8 16 32] [--training]
+    python bench/bench_pass_time.py [--quick] [--lowering eager] [--layers 1 4 16 64 128] [--training] [--warm] [--rss]
 
 Each number comes from the first call of a Llama in a process of its own, with cold graph caches; the seconds of a pass
 are those of its `pass_run` events. Target: at most 5 % of the compile time at 32 layers, and an exponent of about 1.
+Placement, the report that is folded and printed, and the number of events should grow like the operators. `--warm` has
+a second process do it again with the caches that the first one left; `--rss` compares peaks of resident memory with
+Inductor's, target 1.05.
 """
 
 import argparse
@@ -23,18 +26,30 @@ import torch
 from harness import add_common_arguments, machine, markdown_table
 
 PROGRAM = """
-import dataclasses, json, sys, time
+import dataclasses, json, resource, sys, time
 import torch
 import omnicomp
+from omnicomp.builder import part
 from omnicomp.testing.models import SIZES, build
 what = json.loads(sys.argv[1])
 SIZES["layers"] = dataclasses.replace(SIZES["tiny"], width=what["width"], heads=8, layers=what["layers"], length=128)
 case = build("llama", "layers").to(what["device"], torch.float32)
-options = {"lowerings": ["eager"]} if what["lowering"] == "eager" else {}
+backend = what["backend"]
+options = {"lowerings": ["eager"]} if what["lowering"] == "eager" and backend == "omni" else {}
 # Inductor's own start-up and omnicomp's import are paid before the clock starts.
-torch.compile(torch.sin, backend="omni", options=options)(torch.ones(3, device=what["device"]))
+torch.compile(torch.sin, backend=backend, options=options)(torch.ones(3, device=what["device"]))
 omnicomp.timeline.clear()
-compiled = torch.compile(case.model, backend="omni", options=options)
+placement = 0.0
+place = part.place
+def timed(*args, **kwargs):
+    global placement
+    start = time.perf_counter()
+    try:
+        return place(*args, **kwargs)
+    finally:
+        placement += time.perf_counter() - start
+part.place = timed
+compiled = torch.compile(case.model, backend=backend, options=options)
 start = time.perf_counter()
 if what["training"]:
     case.output(compiled(**case.inputs)).square().mean().backward()
@@ -42,31 +57,43 @@ else:
     with torch.no_grad():
         compiled(**case.inputs)
 seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 passes = {}
 for event in omnicomp.timeline.events():
     if isinstance(event, omnicomp.timeline.PassRun):
         passes[event.name] = passes.get(event.name, 0.0) + event.seconds
-sites = omnicomp.audit().sites
+start = time.perf_counter()
+report = omnicomp.audit()
+report.to_text()
+told = time.perf_counter() - start
+sites = report.sites
+events = len(omnicomp.timeline.events())
 nodes = sum(event.nodes for event in omnicomp.timeline.events() if isinstance(event, omnicomp.timeline.Capture))
-counts = {"nodes": nodes, "fused": len(sites.fused), "total": sites.total}
+grown = {"rss": peak, "placement": placement, "audit": told, "events": events}
+counts = {**grown, "nodes": nodes, "fused": len(sites.fused), "total": sites.total}
 print(json.dumps({"seconds": seconds, "passes": passes, **counts}))
 """
 
 
-def compile_once(layers: int, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Compile in a process of its own; what it measured."""
+def compile_once(
+    layers: int, arguments: argparse.Namespace, folder: str, tag: str = "", backend: str = "omni"
+) -> dict[str, Any]:
+    """Compile in a process of its own; what it measured. Processes of one tag share caches."""
+    tag = tag or uuid.uuid4().hex
     what = {
         "layers": layers,
         "width": 64 if arguments.quick else 256,
         "device": arguments.device,
         "lowering": arguments.lowering,
         "training": arguments.training,
+        "backend": backend,
     }
     # A tag of its own makes the graph caches cold; the folder keeps Inductor's precompiled headers.
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": folder,
-        "TORCH_COMPILE_CACHE_KEY_TAG": uuid.uuid4().hex,
+        "TORCH_COMPILE_CACHE_KEY_TAG": tag,
+        "OMNICOMP_CACHE_DIR": str(Path(folder, tag)),
         "PYTHONPATH": os.pathsep.join(
             [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[1])]
         ),
@@ -76,9 +103,19 @@ def compile_once(layers: int, arguments: argparse.Namespace, folder: str) -> dic
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def rerun(layers: int, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Compile once, or with warm caches what was compiled before."""
+    tag = uuid.uuid4().hex
+    if arguments.warm:
+        compile_once(layers, arguments, folder, tag)
+    return compile_once(layers, arguments, folder, tag)
+
+
 def median_of(runs: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
     """Medians over the runs: of the compile time, and of the pass."""
+    names = ("placement", "audit", "events", "rss")
     return {
+        **{each: statistics.median(run[each] for run in runs) for each in names},
         "seconds": statistics.median(run["seconds"] for run in runs),
         "pass": statistics.median(run["passes"].get(name, 0.0) for run in runs),
     }
@@ -104,6 +141,8 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", type=int)
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="inductor", help="eager: passes only")
     parser.add_argument("--training", action="store_true", help="with the backward")
+    parser.add_argument("--warm", action="store_true", help="with the caches of an earlier process")
+    parser.add_argument("--rss", action="store_true", help="compare the peak of resident memory with Inductor's")
     parser.add_argument("--pass", dest="name", default="attention_fusion", help="name of the pass")
     arguments = parser.parse_args()
     layers = arguments.layers or ([2, 4, 8] if arguments.quick else [4, 8, 16, 32])
@@ -116,13 +155,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         compile_once(1, arguments, folder)  # fills the folder
         for count in layers:
-            runs = [compile_once(count, arguments, folder) for _ in range(rounds)]
+            runs = [rerun(count, arguments, folder) for _ in range(rounds)]
             if any(arguments.name not in run["passes"] for run in runs):
                 raise SystemExit(f"no pass named {arguments.name!r} ran; there were {sorted(runs[0]['passes'])}")
             medians.append(median_of(runs, arguments.name))
             total, own = medians[-1]["seconds"], medians[-1]["pass"]
             others = {name: seconds for name, seconds in runs[0]["passes"].items() if name != arguments.name}
             cells = [f"{total:.2f}", f"{own:.3f}", f"{100 * own / total:.1f} %", f"{1e3 * own / count:.1f}"]
+            memory = medians[-1]["rss"]
+            base = [compile_once(count, arguments, folder, backend="inductor") for _ in range(rounds * arguments.rss)]
+            ratio = f"{memory / statistics.median(run['rss'] for run in base):.3f}" if base else ""
             rows.append(
                 [
                     str(count),
@@ -130,6 +172,8 @@ def main() -> None:
                     *cells,
                     ", ".join(f"{name} {seconds:.3f}" for name, seconds in others.items()),
                     f"{runs[0]['fused']} of {runs[0]['total']}",
+                    *(f"{medians[-1][each]:.3f}" for each in ("placement", "audit")),
+                    *(f"{medians[-1]['events']:.0f}", f"{memory / 1024:.0f}", ratio),
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
@@ -142,12 +186,19 @@ def main() -> None:
         "ms a layer",
         "other passes s",
         "fused",
+        "placement s",
+        "report s",
+        "events",
+        "peak RSS MiB",
+        "RSS / Inductor",
     ]
     print(markdown_table(header, rows))
     if len(layers) > 1:
         growth = exponent(layers, [m["pass"] for m in medians])
         whole = exponent(layers, [m["seconds"] for m in medians])
-        print(f"grows with layers to the power of: pass {growth:.2f}, compilation {whole:.2f}")
+        rest = {each: exponent(layers, [m[each] for m in medians]) for each in ("placement", "audit", "events")}
+        told = ", ".join(f"{each} {power:.2f}" for each, power in rest.items())
+        print(f"grows with layers to the power of: pass {growth:.2f}, compilation {whole:.2f}, {told}")
     if len(layers) > 2:  # a constant, such as imports on first use, bends the power but not the line
         slope, intercept, off = line(layers, [m["pass"] for m in medians])
         print(f"pass = {intercept:.3f} s + {1e3 * slope:.1f} ms a layer; off by {100 * off:.0f} % at most")

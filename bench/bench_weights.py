@@ -28,7 +28,7 @@ from harness import (
 from omnicomp import weights
 from omnicomp._torch.inductor.compile_fx import config_patches
 from omnicomp.testing.models import MODELS, SIZES, Case, build
-from omnicomp.weights.forms import Form
+from omnicomp.weights.cast_copies import Form
 
 HEADER = ["model, batch", "autocast ms", "call ms", "once ms", "autocast / once", "call / once"]
 HEADER += ["MiB of copies", "GiB above weights (autocast / call / once)", "relative error to float64 (same)"]

@@ -6,8 +6,6 @@ import re
 from collections.abc import Generator
 from unittest import mock
 
-__all__ = ["Kernels", "count", "generated_code"]
-
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.MULTILINE | re.DOTALL)
 _LAUNCH = re.compile(r"^\s+(\w+)\.run\((.*)\)$", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:extern_kernels\.|torch\.ops\.|buf\d+ = torch\.ops\.)", re.MULTILINE)

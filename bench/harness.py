@@ -15,24 +15,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-__all__ = [
-    "GO",
-    "READY",
-    "TURN",
-    "Timing",
-    "add_common_arguments",
-    "geometric_mean",
-    "interleave",
-    "leave",
-    "machine",
-    "markdown_table",
-    "peak_memory",
-    "relative_error",
-    "wait_for_room",
-    "wait_for_turn",
-    "with_memory",
-]
-
 # How `in_turn.py` and its benches speak: a folder for each, and a file from either side.
 TURN: Final = "OMNICOMP_BENCH_TURN"
 READY: Final = "ready"

@@ -16,8 +16,6 @@ from torch._inductor.output_code import CompiledFxGraph
 
 import omnicomp.backend.autograd
 
-__all__ = ["HEADER", "bench_cuts"]
-
 HEADER = ["graph", "halves µs", "eager node µs", "cut µs", "cut - halves µs", "without the node µs"]
 
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
-__all__ = ["bar_chart"]
-
 # Colours that stay apart for the colour-blind (Okabe and Ito, 2008).
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 

@@ -3,8 +3,8 @@
     python bench/sweep_numerics.py [--seconds 600]
 
 Each unary operator of PyTorch's database is compared bit for bit on all float16 and bfloat16 numbers, and on float32
-numbers of all magnitudes; each binary one on pairs of those. What differs is written to
-`omnicomp/options/eager_operators.py`, for `options={"numerics": "eager"}`.
+numbers of all magnitudes; each binary one on pairs of those, and polynomials on small degrees. What differs is written
+to `omnicomp/options/eager_operators.py`, for `options={"numerics": "eager"}`.
 """
 
 import argparse
@@ -93,11 +93,13 @@ def main() -> None:
     unary = {op.name: op.op for op in op_db if isinstance(op, UnaryUfuncInfo) and not op.variant_test_name}
     unary |= {name: getattr(F, name) for name in ACTIVATIONS.split()} | NUMBERS
     binary = {op.name: op.op for op in op_db if isinstance(op, BinaryUfuncInfo) and not op.variant_test_name}
+    polynomials = {name: binary.pop(name) for name in list(binary) if "polynomial" in name}
     differing: dict[str, set[str]] = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = numbers(dtype)
         pairs = x, x[torch.randperm(len(x))]
-        for functions, inputs in ((unary, (x,)), (binary, pairs)):
+        degrees = x, torch.randint(-2, 64, x.shape).to(dtype)  # their kernels count up to it
+        for functions, inputs in ((unary, (x,)), (binary, pairs), (polynomials, degrees)):
             eager = {name: found for name, f in functions.items() if (found := one_operator(f, inputs)) is not None}
             names = list(eager)
             for group in (names[start : start + 16] for start in range(0, len(names), 16)):

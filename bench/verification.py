@@ -13,8 +13,6 @@ import sys
 import tempfile
 from typing import Any
 
-__all__ = ["HEADER", "bench_verify"]
-
 HEADER = ["first call", "off s", "on s", "added, as a share", "off / off", "own ms", "own ms / off"]
 
 PROGRAM = """

@@ -11,21 +11,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import random
 import sys
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-# Rich draws from Python's `random` when it is imported, and a program that was seeded before goes on drawing.
-_state = random.getstate()
-importlib.import_module("rich.style")
-random.setstate(_state)
-
 # The package itself, so that `omnicomp.timeline.events()` needs no import.
-from omnicomp import timeline as timeline  # noqa: E402
-from omnicomp.audit import Audit, audit  # noqa: E402
-from omnicomp.errors import (  # noqa: E402
+from omnicomp import timeline as timeline
+from omnicomp.errors import (
     AcknowledgeError,
     DeviceError,
     FallbackError,
@@ -34,6 +27,7 @@ from omnicomp.errors import (  # noqa: E402
     OptionError,
     OverrideError,
     PassError,
+    RanksError,
     ReportError,
     SaveError,
     TimelineError,
@@ -41,6 +35,10 @@ from omnicomp.errors import (  # noqa: E402
 
 if TYPE_CHECKING:
     from omnicomp import weights
+    from omnicomp.audit import Audit, audit, record
+    from omnicomp.backend.artefacts import load, save
+    from omnicomp.backend.background import wait
+    from omnicomp.backend.package import load_package, package
     from omnicomp.backend.pipeline import omni
     from omnicomp.backend.wrap_module import wrap_module
     from omnicomp.devices import resolve_device
@@ -62,26 +60,41 @@ __all__ = [
     "OverrideError",
     "PassError",
     "Policy",
+    "RanksError",
     "ReportError",
     "SaveError",
     "TimelineError",
     "__version__",
     "audit",
+    "load",
+    "load_package",
     "omni",
     "override",
+    "package",
+    "record",
     "resolve_device",
+    "save",
     "timeline",
+    "wait",
     "weights",
     "wrap_module",
 ]
 
-# What needs torch's compiler is imported when it is first used: reading a timeline needs no torch at all.
+# What needs torch's compiler is imported when it is first used: reading a timeline needs no torch at all. Reports need
+# none either, but a program that compiles may never ask for one.
 _LAZY: Final = {
+    "Audit": "omnicomp.audit",
+    "record": "omnicomp.audit",
+    "load": "omnicomp.backend.artefacts",
+    "save": "omnicomp.backend.artefacts",
+    "package": "omnicomp.backend.package",
+    "load_package": "omnicomp.backend.package",
     "omni": "omnicomp.backend.pipeline",
     "override": "omnicomp.lowerings.overrides.registry",
     "Policy": "omnicomp.options.policy",
     "DtypePolicy": "omnicomp.options.dtype_policy",
     "resolve_device": "omnicomp.devices",
+    "wait": "omnicomp.backend.background",
     "wrap_module": "omnicomp.backend.wrap_module",
 }
 
@@ -100,6 +113,22 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'omnicomp' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """The package: `audit` is the function, whichever module of the subpackage of that name was imported."""
+
+    @property
+    def audit(self) -> Any:
+        """Make a report; see `omnicomp.audit.audit`."""
+        return importlib.import_module("omnicomp.audit").audit
+
+    @audit.setter
+    def audit(self, module: ModuleType) -> None:
+        """The import system names the subpackage here."""
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 # Modules that others import by name and that have moved: the former name works for one release, with a warning.

@@ -8,8 +8,8 @@ frames.
 import difflib
 from collections.abc import Callable, Iterable
 
-from omnicomp.escapes import printable
-from omnicomp.privacy import cleaner, logger
+from omnicomp.safety.escapes import printable
+from omnicomp.safety.privacy import cleaner, logger
 
 __all__ = [
     "AcknowledgeError",
@@ -25,6 +25,7 @@ __all__ = [
     "OptionError",
     "OverrideError",
     "PassError",
+    "RanksError",
     "ReportError",
     "SaveError",
     "TimelineError",
@@ -32,6 +33,7 @@ __all__ = [
     "first_line",
     "harmless",
     "nearest",
+    "wrong_value",
 ]
 
 log = logger("omnicomp")
@@ -86,6 +88,10 @@ class CompilerFaultError(OmnicompError):
     """A graph was kept from torch's compiler, which would have compiled it to something else than eager's results."""
 
 
+class RanksError(OmnicompError, RuntimeError):
+    """The ranks of a job compiled a graph that communicates in different ways, or one of them does not come."""
+
+
 class SaveError(OmnicompError, RuntimeError):
     """A compiled function can't be saved, or what was saved can't be loaded in this process."""
 
@@ -99,14 +105,37 @@ class ReportError(OmnicompError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `'; did you mean "x"?'` for the known name closest to `name`, or an empty string if none is close.
-
-    Args:
-        name: what the user wrote.
-        known: the names that would have been accepted.
-    """
+    """Return `'; did you mean "x"?'` for the known name closest to `name`, or an empty string if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f'; did you mean "{matches[0]}"?' if matches else ""
+
+
+def wrong_value(
+    name: str,
+    given: object,
+    accepted: str = "",
+    *,
+    example: object = "",
+    known: Iterable[str] = (),
+    verb: str = "be",
+    error: type[OmnicompError] = OptionError,
+) -> OmnicompError:
+    """The error about a value of an option or of the command line: what was given, what is accepted, an example.
+
+    Args:
+        name: the option, as the user writes it.
+        given: its value.
+        accepted: what it takes, in words; left out, the known values.
+        example: a value that would be right.
+        known: values that would be right; the nearest is the example.
+        verb: what the value can't do.
+        error: the class.
+    """
+    words = list(known)
+    listed = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+    text = given if isinstance(given, str) else str(given).removeprefix("torch.")
+    shown = f", for example {example}" if example != "" else ""
+    return error(f"{name} can't {verb} {given!r}; it takes {accepted or listed}{nearest(text, words) or shown}")
 
 
 def first_line(error: BaseException) -> str:

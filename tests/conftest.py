@@ -83,6 +83,7 @@ def clean_state(imported: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     from omnicomp.audit.views import jsonform
     from omnicomp.lowerings.overrides import trust
 
+    monkeypatch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have one
     monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path / "omnicomp"))
     torch.compiler.reset()
     omnicomp.timeline.clear()
@@ -95,3 +96,15 @@ def clean_state(imported: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         reports.check_audit(omnicomp.audit())
     torch.compiler.reset()
     omnicomp.timeline.clear()
+
+
+@pytest.fixture
+def own_overrides() -> Iterator[None]:
+    """Overrides that a test declares are gone after it."""
+    from omnicomp.lowerings.overrides.registry import registered, unregister
+
+    before = {item.name for item in registered()}
+    yield
+    for item in registered():
+        if item.name not in before:
+            unregister(item.name)

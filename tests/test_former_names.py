@@ -19,10 +19,10 @@ def test_a_former_name_is_the_module_of_now(former: str, monkeypatch: pytest.Mon
 
 
 def test_modules_inside_of_a_package_that_moved_are_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "omnicomp.sim.declared", raising=False)
-    with pytest.warns(DeprecationWarning, match="omnicomp.sim.declared is"):
-        module = importlib.import_module("omnicomp.sim.declared")
-    assert module is importlib.import_module("omnicomp.devices.sim.declared")
+    monkeypatch.delitem(sys.modules, "omnicomp.sim.build", raising=False)
+    with pytest.warns(DeprecationWarning, match="omnicomp.sim.build is"):
+        module = importlib.import_module("omnicomp.sim.build")
+    assert module is importlib.import_module("omnicomp.devices.sim.build")
 
 
 def test_other_names_are_refused_as_ever() -> None:

@@ -2,15 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = ["storage_key", "undisturbed", "was_written", "writes_or_aliases"]
 
 
 def storage_key(value: torch.Tensor) -> int | None:
@@ -35,7 +34,22 @@ def undisturbed() -> Generator[None]:
 
 def was_written(value: torch.Tensor) -> bool:
     """Whether a fake tensor, or a view of it, was changed in place while Dynamo traced; True where nobody counted."""
-    return value.is_inference() or value._version > 0
+    return value.is_inference() or value._version > int(_placed_by_set(value))
+
+
+def _placed_by_set(value: torch.Tensor) -> bool:
+    """Whether a fake tensor, or what it is a view of, was made by `set_`, which counts as a write.
+
+    `MetaConverter` of torch 2.11 to 2.13 does so for a tensor that is no view and does not start where its storage
+    does, such as `nn.Parameter(base[1:])`.
+    """
+    root = value._base if value._base is not None else value
+    if value._version == 0 or not isinstance(root, FakeTensor):
+        return False
+    offset = root.storage_offset()
+    if isinstance(offset, int) and offset == 0:
+        return False
+    return any(known is root for known in root.fake_mode.fake_tensor_converter.tensor_memo.values())
 
 
 def writes_or_aliases(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -63,3 +77,10 @@ def writes_or_aliases(target: Callable[..., Any], args: Sequence[Any], kwargs: M
     keys = {storage_key(value) for value in given}
     written = any(value._version != before for value, before in zip(given, versions, strict=True))
     return written or any(storage_key(value) in keys for value in results)
+
+
+ENTER: Final = _enter_autocast
+"""Called with the device type, the dtype or None, whether it is on, and whether it caches casts."""
+
+EXIT: Final = _exit_autocast
+"""Called with what `ENTER` returned."""

@@ -13,8 +13,6 @@ from torch.export.graph_signature import (
 )
 from torch.fx import GraphModule
 
-__all__ = ["exported"]
-
 
 def exported(module: GraphModule) -> ExportedProgram:
     """A graph as a program, without tracing it again.

@@ -1,32 +1,40 @@
 """FX graphs: the graphs inside of a graph, fake values, copies, runs on fakes, and the boxed calling convention."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy as shallow_copy
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.fx.traceback
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 __all__ = [
+    "Effects",
     "all_nodes",
     "boxed",
     "called_with_fakes",
     "copy_module",
     "describe",
+    "effects",
     "fake_value",
     "forget_tensors",
-    "run_on_fakes",
     "submodules",
+    "traced_again",
     "traced_call",
+    "unset_fake_temporarily",
 ]
 
 
@@ -48,7 +56,8 @@ def copy_module(module: GraphModule, *, lazy: bool = False) -> GraphModule:
     """Copy a graph and the graphs that its higher-order operators call; parameters and constants are shared.
 
     Metadata is copied one level deep: passes may set keys of a node without touching the original's. What Dynamo says
-    about the inputs outside of the metadata comes along, as AOTAutograd reads from it which inputs are static.
+    about the inputs outside of the metadata comes along, as AOTAutograd reads from it which inputs are static. No
+    tensor of the program is referred to, however weakly: `torch.utils.swap_tensors` refuses one that is.
 
     Args:
         module: the graph.
@@ -58,8 +67,11 @@ def copy_module(module: GraphModule, *, lazy: bool = False) -> GraphModule:
     values: dict[Node, Node] = {}
     for node in module.graph.nodes:
         copy = graph.node_copy(node, values.__getitem__)
-        copy.name = node.name
-        copy.meta = dict(node.meta)
+        if copy.name != node.name:  # FX files a node anew for each attribute that is set
+            copy.name = node.name
+        if isinstance(getattr(argument := node.meta.get("grapharg"), "_example", None), TensorWeakRef):
+            copy.meta["grapharg"] = without = shallow_copy(argument)
+            without.erase()
         if hasattr(node, "_dynamo_source"):
             copy._dynamo_source = node._dynamo_source
         values[node] = copy
@@ -80,16 +92,8 @@ def copy_module(module: GraphModule, *, lazy: bool = False) -> GraphModule:
     return result
 
 
-def run_on_fakes(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Run a Dynamo graph on fake tensors: nothing is computed, but every operator says what it would return.
-
-    Args:
-        module: the graph; constants that it fetches may be real tensors.
-        inputs: fake values of its placeholders.
-
-    Raises:
-        Exception: whatever an operator raises on the fake values.
-    """
+def _run_on_fakes(module: GraphModule, inputs: Sequence[Any], *, gradients: bool = False) -> Any:
+    """Run a Dynamo graph on fake tensors: nothing is computed, but every operator says what it would return."""
     mode = detect_fake_mode(list(inputs))
     if mode is None:
         return torch.fx.Interpreter(module).run(*inputs)
@@ -100,9 +104,63 @@ def run_on_fakes(module: GraphModule, inputs: Sequence[Any]) -> Any:
             # A size that depends on data is a new symbol here, which no later graph is to account for.
             quiet.enter_context(environment.ignore_fresh_unbacked_symbols())
         quiet.enter_context(mode)
-        quiet.enter_context(torch.no_grad())
+        quiet.enter_context(torch.set_grad_enabled(gradients))
         quiet.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
         return torch.fx.Interpreter(module).run(*inputs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effects:
+    """What a graph does when it is called.
+
+    Attributes:
+        outputs: the values that it returns, fake tensors among them.
+        written: indices of the inputs that it writes to.
+        shared: of each tensor among inputs and outputs, the index of the first one that is in the same memory.
+    """
+
+    outputs: list[Any]
+    written: tuple[int, ...]
+    shared: tuple[int, ...]
+
+
+def effects(module: GraphModule, inputs: Sequence[Any], *, gradients: bool = False) -> Effects:
+    """Run a graph on fake tensors like its inputs, which may be written to.
+
+    Raises:
+        Exception: whatever an operator raises on the fake values.
+    """
+    with detect_fake_mode(list(inputs)) or contextlib.nullcontext():
+        made = [like(value) for value in inputs]
+    versions = [value._version if isinstance(value, torch.Tensor) else 0 for value in made]
+    outputs = tree_leaves((_run_on_fakes(module, made, gradients=gradients),))
+    written = [
+        isinstance(value, torch.Tensor) and value._version != old for value, old in zip(made, versions, strict=True)
+    ]
+    memory = [_memory(value) for value in (*made, *outputs) if isinstance(value, torch.Tensor)]
+    return Effects(
+        outputs=outputs,
+        written=tuple(index for index, each in enumerate(written) if each),
+        shared=tuple(index if each is None else memory.index(each) for index, each in enumerate(memory)),
+    )
+
+
+def _memory(value: torch.Tensor) -> int | None:
+    try:
+        return StorageWeakRef(value.untyped_storage()).cdata
+    except (NotImplementedError, RuntimeError):
+        return None  # it has none of its own, as a sparse one
+
+
+def like(value: Any) -> Any:
+    """A fake tensor that is like another one, and no leaf: a graph may write to it."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if not value.requires_grad:
+        return made
+    copy = made.requires_grad_().clone()
+    return copy if copy.stride() == made.stride() else made
 
 
 def all_nodes(module: GraphModule) -> Iterator[Node]:
@@ -146,16 +204,16 @@ def _attribute(module: GraphModule, target: str) -> Any:
     return value
 
 
-def describe(module: GraphModule, inputs: Sequence[Any]) -> None:
-    """Give the nodes of a graph fake values in `meta["example_value"]`, as Dynamo does; those that have one keep it.
+def fake_mode() -> FakeTensorMode:
+    """A mode of its own for fake tensors, in which real tensors may be used as well."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
-    Args:
-        module: a graph; nothing is computed.
-        inputs: one a placeholder, real or fake.
-    """
+
+def describe(module: GraphModule, inputs: Sequence[Any]) -> None:
+    """Give the nodes of a graph fake values in `meta["example_value"]`, as Dynamo does; those that have one keep it."""
     if all("example_value" in node.meta for node in module.graph.nodes if node.op != "output"):
         return
-    mode = detect_fake_mode(list(inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = detect_fake_mode(list(inputs)) or fake_mode()
 
     class Describing(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
@@ -164,9 +222,22 @@ def describe(module: GraphModule, inputs: Sequence[Any]) -> None:
                 n.meta.setdefault("example_value", value)
             return value
 
+        def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return fake(super().get_attr(target, args, kwargs))
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not is_fake(value) else value
+
     with mode:
-        fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) and not is_fake(v) else v for v in inputs]
-        Describing(module).run(*fakes)
+        Describing(module).run(*map(fake, inputs))
+
+
+def traced_again(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """The graph in operators of ATen, on fake tensors; nodes keep the places in the program that they come from."""
+    mode = detect_fake_mode(list(inputs)) or fake_mode()
+    fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) and not is_fake(v) else v for v in inputs]
+    with torch.fx.traceback.preserve_node_meta():
+        return make_fx(torch.fx.Interpreter(module).run)(*fakes)
 
 
 def forget_tensors(module: GraphModule) -> None:
@@ -190,10 +261,6 @@ def forget_tensors(module: GraphModule) -> None:
 
 def traced_call(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[GraphModule, list[Any]]:
     """Trace a function without gradients.
-
-    Args:
-        function: takes the inputs and returns a tuple of tensors.
-        inputs: real tensors.
 
     Returns:
         The graph, and the fake tensors of its inputs.

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-__all__ = ["registered", "translated"]
-
 _PACKAGE = "torch.onnx._internal.exporter"
 
 

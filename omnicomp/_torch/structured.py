@@ -1,14 +1,15 @@
-"""torch's structured trace (`TORCH_TRACE`, which tlparse reads), and the stages that torch times."""
+"""How torch traces and logs: its structured trace (`TORCH_TRACE`, which tlparse reads), stages, loggers, ranges."""
 
 import contextlib
 from typing import Any
 
+import torch
+import torch._C._profiler
 import torch._guards
 from torch._dynamo.utils import dynamo_timed
 from torch._logging import trace_structured
-from torch._logging._internal import trace_log
-
-__all__ = ["Place", "artifact", "here", "timed", "tracing"]
+from torch._logging._internal import log_registry, register_log, trace_log
+from torch.cuda import nvtx
 
 Place = torch._guards.TraceId
 """A compilation, and which attempt of it."""
@@ -52,3 +53,18 @@ def _back_in(place: Place) -> contextlib.AbstractContextManager[Any]:
 def timed(name: str, **metadata: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside is a stage of the compilation, for torch's compile times, tlparse's time line and the profiler."""
     return dynamo_timed(name, metadata=metadata)
+
+
+def register(name: str) -> None:
+    """Make a logger known to torch by its name: to its help and to its Python interface."""
+    if not log_registry.is_log(name):
+        register_log(name, name)
+
+
+Range = torch._C._profiler._RecordFunctionFast
+"""A context manager for one range of `torch.profiler`, made from its name; it can be entered again and again."""
+
+
+def nvtx_range(name: str) -> "nvtx.range":  # type: ignore[valid-type]
+    """The same for Nsight; None of it is there without CUDA."""
+    return nvtx.range(name)

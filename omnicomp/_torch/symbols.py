@@ -6,7 +6,14 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols, free_unbacked_symbols
 
-__all__ = ["GuardOnDataDependentSymNode", "expression", "free_symbols", "free_unbacked_symbols", "known_range"]
+__all__ = [
+    "GuardOnDataDependentSymNode",
+    "environment_text",
+    "expression",
+    "free_symbols",
+    "free_unbacked_symbols",
+    "known_range",
+]
 
 
 def expression(value: Any) -> Any:
@@ -34,3 +41,14 @@ def known_range(value: torch.SymInt, expr: sympy.Expr) -> tuple[int | None, int 
     bounds: Any = value.node.shape_env.bound_sympy(expr)
     lower, upper = (int(end) if getattr(end, "is_Integer", False) else None for end in (bounds.lower, bounds.upper))
     return lower, upper
+
+
+def environment_text(value: Any) -> str:
+    """All that the shape environment of a symbolic number knows: sizes that were seen, ranges, guards."""
+    environment = value.node.shape_env
+    hints = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+    tables = (hints, environment.var_to_range, environment.replacements, environment.divisible)
+    texts = [
+        sorted(f"{key}={table[key]}" if isinstance(table, dict) else str(key) for key in table) for table in tables
+    ]
+    return repr([*texts, [str(guard.expr) for guard in environment.guards]])

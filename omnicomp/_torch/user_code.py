@@ -12,13 +12,12 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import all_nodes
-
-__all__ = ["OURS", "has_begun", "has_effects", "raised_by", "user_operators"]
 
 OURS: Final = frozenset({"omnicomp", "omnicomp_override"})
 """Namespaces of the operators that stand for kernels that omnicomp chose."""
@@ -29,6 +28,7 @@ _TORCHS: Final = frozenset(
     "onnx_symbolic flex_lib _native debug_mode_ops fsdp c10d _c10d_functional _c10d_functional_autograd "
     "c10d_functional _dtensor symm_mem".split()
 )
+_ASSERTIONS: Final = ("aten._assert_", "aten._functional_assert_")
 # Libraries that Inductor's code calls beside operators.
 _COMPILERS: Final = frozenset({"torch", "omnicomp", "triton", "cutlass", "cutlass_cppgen", "helion", "halide", "jax"})
 _CALLS: Final = {getattr(OpOverload, name).__code__ for name in ("__call__", "redispatch") if hasattr(OpOverload, name)}
@@ -52,6 +52,30 @@ def user_operators(module: GraphModule) -> tuple[str, ...]:
         if isinstance(leaf, (OpOverload, OpOverloadPacket)) and _is_users(leaf)
     )
     return tuple(dict.fromkeys(names))
+
+
+def called_operator(node: Node) -> OpOverload | None:
+    """The operator that a node of a graph after autograd calls and that is not torch's; None for others."""
+    leaves = (node.target, *node.args[:1])  # what is functionalised has the operator as its first argument
+    return next((each for each in leaves if isinstance(each, OpOverload) and each.namespace not in _TORCHS), None)
+
+
+def modules_of_operators(module: GraphModule) -> dict[str, str]:
+    """The modules that define the operators of a graph that `torch.library.custom_op` made, by the operators' names."""
+    found = ((name, OPDEFS.get(name.replace(".", "::", 1))) for name in user_operators(module))
+    return {name: definition._init_fn.__module__ for name, definition in found if definition is not None}
+
+
+def may_raise(node: Node) -> bool:
+    """Whether a node may raise an error of the program's: it calls an operator of the program, or asserts something."""
+    return any(raises(leaf) for leaf in tree_leaves((node.target, node.args, node.kwargs)))
+
+
+def raises(operator: object) -> bool:
+    """The same of an operator."""
+    if not isinstance(operator, (OpOverload, OpOverloadPacket)):
+        return False
+    return _is_users(operator) or str(operator).startswith(_ASSERTIONS)
 
 
 def has_effects(node: Node) -> bool:
@@ -91,12 +115,7 @@ def raised_by(error: BaseException) -> str:
 
 
 def has_begun(error: BaseException, operators: tuple[str, ...]) -> bool:
-    """Whether some of the program's operators may have been called before generated code raised.
-
-    Args:
-        error: what was raised.
-        operators: the operators that the code calls, as `user_operators` names them.
-    """
+    """Whether some of the program's operators may have been called before generated code raised."""
     if not operators:
         return False
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["PRECISIONS", "Judged", "copy_of", "judge", "relative_error"]
-
 PRECISIONS: Final = {"fp32": torch.float32, "fp64": torch.float64}
 """The dtypes of the reference, by the names that the option `reference` takes."""
 
@@ -23,14 +21,7 @@ _ROUNDINGS: Final = 16.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The result of a comparison.
-
-    Attributes:
-        error: the largest error of a result, relative to the norm of the truth.
-        own: eager's of the same result.
-        allowed: the error that would have been accepted.
-        worst: index of a result that is wrong; None if all are right.
-    """
+    """The result of a comparison."""
 
     error: float
     own: float
@@ -39,13 +30,7 @@ class Judged:
 
 
 def judge(found: Sequence[Any], expected: Sequence[Any], exact: Sequence[Any]) -> Judged:
-    """Compare results with eager's and with the truth; values other than tensors are skipped.
-
-    Args:
-        found: the results to judge.
-        expected: eager's results in the same dtypes.
-        exact: the same in a higher precision.
-    """
+    """Compare results with eager's and with the truth; values other than tensors are skipped."""
     worst = Judged(error=0.0, own=0.0, allowed=0.0, worst=None)
     for index, (got, own, true) in enumerate(zip(found, expected, exact, strict=True)):
         if not isinstance(got, torch.Tensor) or not isinstance(own, torch.Tensor):

@@ -19,8 +19,6 @@ from torch.utils.flop_counter import flop_registry
 
 from omnicomp.analysis.nodes import fake_value
 
-__all__ = ["Cost", "cost_of", "hint", "hint_of_text", "known_sizes", "size_of", "value_bytes"]
-
 _FREE_OPS = frozenset(
     {"getitem", "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "alias", "slice"}
     | {"select", "as_strided", "detach", "sym_size", "split", "split_with_sizes", "unbind", "_unsafe_view", "empty"}

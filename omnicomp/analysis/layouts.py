@@ -8,8 +8,6 @@ import torch
 
 from omnicomp._torch.symbols import free_unbacked_symbols
 
-__all__ = ["Layout", "depends_on_data", "layout_of", "restride"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:

@@ -1,5 +1,6 @@
 """Reading and editing FX graphs: names of operators, the user's source lines, module paths, insertion of calls."""
 
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -54,8 +55,12 @@ def op_name(node: Node) -> str:
 def source_line(node: Node) -> str:
     """`file:line` of the innermost user frame that made the node, or an empty string."""
     trace = node.meta.get("stack_trace") or node.stack_trace
-    if not trace:
-        return ""
+    return _line_of(trace) if trace else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_of(trace: str) -> str:
+    # The nodes of a line, and of the layers of a model, have equal traces.
     frames = _FRAME.findall(trace)
     # The innermost frame is often torch.nn's own forward; the user looks for the line that called it.
     own = [frame for frame in frames if "/torch/nn/modules/" not in frame[0]]
@@ -75,6 +80,7 @@ def module_path(node: Node) -> str:
     return plain_path(path)
 
 
+@functools.lru_cache(maxsize=4096)
 def plain_path(path: str) -> str:
     """Dynamo's name of a module or tensor as a qualified name: `layers.3.mlp` for `L['self'].layers[3].mlp`."""
     # Dynamo names the root by the variable that held it, L['self'] or G['model'], and keeps some indices in brackets.
@@ -104,15 +110,6 @@ def insert_call(
     anchor: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Node:
     """Insert a call before `anchor`, with its fake value computed and the metadata of `anchor` (source, module).
-
-    Args:
-        anchor: the node that the call is inserted before and inherits `stack_trace` and `nn_module_stack` from.
-        target: a torch function or operator.
-        args: positional arguments, nodes or values.
-        kwargs: keyword arguments, nodes or values.
-
-    Returns:
-        The new node.
 
     Raises:
         Exception: whatever `target` raises on the fake values of its arguments.

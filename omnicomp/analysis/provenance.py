@@ -14,8 +14,6 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import module_path, source_line
 
-__all__ = ["Places", "places_of"]
-
 _SOURCES: Final = ("source", "sources")
 _MODULES: Final = ("module", "modules")
 _NODE: Final = "node"
@@ -24,12 +22,7 @@ _LEFT_OUT: Final = "left_out"
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Places of the nodes of a Dynamo graph, in its order.
-
-    Attributes:
-        sources: `file:line` of each node, or empty.
-        modules: module path of each node, or empty.
-    """
+    """Places of the nodes of a Dynamo graph, in its order."""
 
     sources: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -49,12 +42,7 @@ class Places:
         return found
 
     def leave_out(self, value: Any, key: str = "") -> Any:
-        """A part of a record without the source lines and modules that nodes of the graph have.
-
-        Args:
-            value: JSON types.
-            key: under which the value stands.
-        """
+        """A part of a record without the source lines and modules that nodes of the graph have."""
         if isinstance(value, dict):
             return {name: self.leave_out(item, name) for name, item in value.items()}
         if isinstance(value, list):

@@ -9,8 +9,6 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import op_name
 
-__all__ = ["SEEDED", "SEEDS", "GeneratorStates", "default_generators", "draws_at_random", "generator_states"]
-
 SEEDS: Final = ("prims.inductor_seed", "prims.inductor_lookup_seed")
 """Inductor's operators that make a seed."""
 

@@ -8,6 +8,7 @@ the largest group and up to 31 others the facts are kept, to say in what they di
 import dataclasses
 import hashlib
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,24 +21,13 @@ from omnicomp.audit.fold import with_shares
 from omnicomp.audit.identity import with_identities
 from omnicomp.audit.model import GraphAudit, Report, Shares
 from omnicomp.audit.source import load
-from omnicomp.audit.views.rows import cell, percent, plain, plural, summary, table
+from omnicomp.audit.views.layout import FittingTable, cell, plain
+from omnicomp.audit.views.rows import percent, plural, summary
 from omnicomp.errors import OmnicompError, TimelineError
-from omnicomp.escapes import html_text as e
-from omnicomp.escapes import one_line
+from omnicomp.safety.escapes import html_text as e
+from omnicomp.safety.escapes import one_line
 from omnicomp.timeline import Retreat
-from omnicomp.timeline.files import ROTATED
-
-__all__ = [
-    "FLEET_SCHEMA",
-    "FLEET_VIEWS",
-    "Fleet",
-    "Group",
-    "Process",
-    "facts_of",
-    "fleet",
-    "ranges_of",
-    "timelines",
-]
+from omnicomp.timeline.files import ROTATED, Unread
 
 FLEET_SCHEMA: Final = 1
 
@@ -45,6 +35,7 @@ _SUFFIX: Final = ".jsonl"
 _GROUPS: Final = 32
 _SHOWN: Final = 50
 _UNREADABLE: Final = 100
+_LATE: Final = 10.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +56,7 @@ class Process:
         seconds: wall time of its compilations.
         caches: verdicts of compile caches, with their number.
         started: when it captured its first graph, in seconds since the epoch; 0 if unknown.
+        unfinished: how much began and has no end: the process itself, graphs, parts that were never called.
     """
 
     path: str
@@ -80,6 +72,7 @@ class Process:
     seconds: float
     caches: dict[str, int]
     started: float
+    unfinished: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +113,7 @@ class Fleet:
         unreadable: files that could not be read, the first hundred, with the error.
         failed: how many could not be read.
         torn: lines that were skipped, because a process was killed in them.
+        unread: lines that nothing was read from, by cause; the torn ones are among them.
     """
 
     folder: str
@@ -128,19 +122,32 @@ class Fleet:
     unreadable: tuple[tuple[str, str], ...] = ()
     failed: int = 0
     torn: int = 0
+    unread: tuple[Unread, ...] = ()
 
     def summary(self) -> str:
         """One line: how many processes there are, and whether they are alike."""
         ranks = {process.rank for process in self.processes}
-        head = f"omni: {_plural(len(self.processes), 'process', 'es')}, {plural(len(ranks), 'rank')}"
+        head = f"omni: {plural(len(self.processes), 'process')}, {plural(len(ranks), 'rank')}"
         clauses: list[str] = []
         if len(self.groups) == 1:
             clauses.append("all reports are equal" if len(self.processes) > 1 else self.groups[0].summary[6:])
         elif self.groups:
             first = self.groups[0]
             clauses.append(f"{len(self.groups)} different reports, {first.processes} of them equal")
+        unfinished = sum(1 for process in self.processes if process.unfinished)
+        if unfinished:
+            clauses.insert(0, f"{unfinished} UNFINISHED")
+        late = stragglers(self.processes)
+        if late:
+            median = statistics.median(process.seconds for process in self.processes)
+            slowest = max(late, key=lambda process: process.seconds)
+            told = f"rank {slowest.rank} {slowest.seconds:.0f} s, the median {median:.0f} s"
+            clauses.append(f"{plural(len(late), 'straggler')} in compiling: {told}")
         if self.torn:
             clauses.append(f"{plural(self.torn, 'torn line')} skipped")
+        rest = [str(each) for each in self.unread if each.kind != "torn"]
+        if rest:
+            clauses.append(f"left out: {', '.join(rest)}")
         if self.failed:
             clauses.append(f"{plural(self.failed, 'file')} could not be read")
         return f"{head}: {'; '.join(clauses) or 'nothing was compiled'}"
@@ -150,32 +157,32 @@ class Fleet:
         data = {"schema": FLEET_SCHEMA, "summary": self.summary(), **dataclasses.asdict(self)}
         return f"{json.dumps(data, indent=2)}\n"
 
-    def to_text(self) -> str:
-        """Plain text, 120 columns wide."""
+    def to_text(self, width: int | None = 120) -> str:
+        """Plain text; as wide as the terminal if no width is given."""
         shown: list[RenderableType] = [cell(self.summary())]
+        for group in self.groups[1:]:
+            shown += [Text(), cell(f"Report {_name(group.number)} against {_name(0)}")]
+            shown += [cell(f"  {line}") for line in _differences(group)]
         for title, columns, lines in (
             ("Reports", _GROUP_COLUMNS, _group_rows(self)),
             ("Processes", _PROCESS_COLUMNS, _process_rows(self)),
         ):
-            filled = table(title, *columns)
+            filled = FittingTable(title, *columns)
             for line in lines:
                 filled.add_row(*map(cell, line))
             shown += [Text(), filled]
         shown += [cell(_more(self))] if _more(self) else []
-        for group in self.groups[1:]:
-            shown += [Text(), cell(f"Report {_name(group.number)} against {_name(0)}")]
-            shown += [cell(f"  {line}") for line in _differences(group)]
         shown += [cell(f"{path}: {error}") for path, error in self.unreadable]
-        return plain(*shown)
+        return plain(*shown, width=width)
 
     def to_html(self) -> str:
         """One self-contained page."""
         body = [f"<h1>omnicomp audit</h1>\n<p>{e(self.summary().removeprefix('omni: '))}</p>"]
-        body += [_html_table("Reports", _GROUP_COLUMNS, _group_rows(self))]
         for group in self.groups[1:]:
             items = "".join(f"<li>{e(line)}</li>" for line in _differences(group))
             title = f"Report {_name(group.number)} against {_name(0)}"
             body.append(f"<section><h2>{e(title)}</h2>\n<ul>{items}</ul></section>")
+        body += [_html_table("Reports", _GROUP_COLUMNS, _group_rows(self))]
         body.append(_html_table("Processes", _PROCESS_COLUMNS, _process_rows(self)))
         body += [f'<p class="dim">{e(_more(self))}</p>'] if _more(self) else []
         if self.unreadable:
@@ -218,10 +225,11 @@ def fleet(folder: str | Path) -> Fleet:
     found: list[Process] = []
     unreadable: list[tuple[str, str]] = []
     failed = torn = 0
+    unread: dict[tuple[str, str], Unread] = {}
     for path in paths:
         name = str(path.relative_to(root))
         try:
-            processes, skipped = _read(path, name, kinds)
+            processes, skipped, lines = _read(path, name, kinds)
         except OmnicompError as error:
             failed += 1
             if len(unreadable) < _UNREADABLE:
@@ -229,6 +237,10 @@ def fleet(folder: str | Path) -> Fleet:
             continue
         found += processes
         torn += skipped
+        for each in lines:
+            key = each.kind, each.detail if each.kind == "unknown" else ""
+            count = unread[key].count if key in unread else 0
+            unread[key] = dataclasses.replace(unread.get(key, each), count=count + each.count)
     if failed == len(paths):
         raise TimelineError(f"none of {plural(failed, 'file')} could be read; the first: {unreadable[0][1]}")
     groups, numbers = _groups(kinds)
@@ -240,13 +252,23 @@ def fleet(folder: str | Path) -> Fleet:
         unreadable=tuple(unreadable),
         failed=failed,
         torn=torn,
+        unread=tuple(unread.values()),
     )
 
 
-def _read(path: Path, name: str, kinds: dict[str, _Kind]) -> tuple[list[Process], int]:
-    """The processes of a file, and its torn lines."""
+def _read(path: Path, name: str, kinds: dict[str, _Kind]) -> tuple[list[Process], int, tuple[Unread, ...]]:
+    """The processes of a file, its torn lines, and all lines that nothing was read from."""
     report = load(path)
-    return [_process(name, *key, audit, kinds) for key, audit in _by_process(report)], report.skipped
+    processes = [_process(name, *key, audit, kinds) for key, audit in _by_process(report)]
+    return processes, report.skipped, report.unread
+
+
+def stragglers(processes: Sequence[Process]) -> list[Process]:
+    """Processes that compiled for twice as long as the median, and ten seconds longer: the others waited for them."""
+    if len(processes) < 3:
+        return []
+    median = statistics.median(process.seconds for process in processes)
+    return [process for process in processes if process.seconds > max(2 * median, median + _LATE)]
 
 
 def timelines(root: Path) -> Iterator[Path]:
@@ -264,12 +286,16 @@ def _by_process(report: Report) -> Iterator[tuple[tuple[int, int], Report]]:
     graphs: dict[tuple[int, int], list[GraphAudit]] = {}
     for graph in report.graphs:
         graphs.setdefault((graph.rank, graph.pid), []).append(graph)
+    for process in report.processes:
+        graphs.setdefault((process.rank, process.pid), [])
     if len(graphs) == 1:
         yield next(iter(graphs)), report
         return
     for key, own in graphs.items():
         # Beside those of other processes they were told apart, and their shares were of all.
-        audit = Report(graphs=with_identities([_without_shares(graph) for graph in own]), events=report.events)
+        ends = tuple(process for process in report.processes if (process.rank, process.pid) == key)
+        parted = with_identities([_without_shares(graph) for graph in own])
+        audit = Report(graphs=parted, events=report.events, processes=ends)
         yield key, with_shares(audit)
 
 
@@ -308,6 +334,7 @@ def _process(path: str, rank: int, pid: int, audit: Report, kinds: dict[str, _Ki
         seconds=sum(sum(graph.compile_seconds.values()) for graph in audit.graphs),
         caches=dict(sorted(Counter(cache.verdict for graph in audit.graphs for cache in graph.caches).items())),
         started=min(times, default=0.0),
+        unfinished=len(audit.unfinished),
     )
 
 
@@ -345,10 +372,6 @@ def ranges_of(numbers: Iterable[int]) -> str:
         else:
             pieces.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in pieces)
-
-
-def _plural(count: int, noun: str, ending: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 # Lines of processes that a view shows; equal ranks are in the table of groups.
@@ -409,6 +432,7 @@ def _process_rows(found: Fleet) -> Iterator[Sequence[str]]:
 
 def _issues(process: Process) -> str:
     counts = {
+        "unfinished": process.unfinished,
         "not as planned": process.mismatches,
         "fallbacks": process.fallbacks,
         "retreats": process.retreats,
@@ -458,6 +482,7 @@ def _counted(facts: Iterable[str]) -> Iterator[str]:
 def _facts(audit: Report) -> Iterator[str]:
     for name, version in audit.environment.versions.items():
         yield f"{name} has version {version}"
+    yield from _facts_of_ends(audit)
     for graph in audit.graphs:
         yield f"{graph.identity} was captured for {graph.device} {graph.device_name}".rstrip()
         for setting in graph.settings:
@@ -471,6 +496,17 @@ def _facts(audit: Report) -> Iterator[str]:
         for retreat in graph.retreats:
             yield f"{graph.identity}: {_moved(retreat)}"
         yield from _facts_of_rows(graph)
+
+
+def _facts_of_ends(audit: Report) -> Iterator[str]:
+    identities = {graph.id: graph.identity for graph in audit.graphs}
+    for each in audit.unfinished:
+        if each.what == "process":
+            yield "the process did not record its end"
+        else:
+            graph, _, part = each.id.partition(".")
+            ended = "captured and never built" if each.what == "graph" else f"built and never called: {part or 'all'}"
+            yield f"{identities.get(graph, graph)} was {ended}"
 
 
 def _facts_of_rows(graph: GraphAudit) -> Iterator[str]:
@@ -489,11 +525,11 @@ def _facts_of_rows(graph: GraphAudit) -> Iterator[str]:
 
 
 def _moved(retreat: Retreat) -> str:
-    return f"{retreat.source_lowering} gave way to {retreat.target_lowering}: {retreat.reason.code}"
+    return f"{retreat.source_lowering} retreated to {retreat.target_lowering}: {retreat.reason.code}"
 
 
 FLEET_VIEWS: Final[dict[str, Callable[[Fleet], str]]] = {
-    "text": Fleet.to_text,
+    "text": lambda found: found.to_text(),
     "json": Fleet.to_json,
     "html": Fleet.to_html,
     "summary": lambda found: f"{one_line(found.summary())}\n",

@@ -5,7 +5,7 @@ long run, and of many graphs, are bounded by `_MOST` and what follows it, and `l
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from omnicomp.audit.identity import natural, with_identities
@@ -14,6 +14,7 @@ from omnicomp.audit.model import (
     MemoryUse,
     Merge,
     PartAudit,
+    ProcessAudit,
     Report,
     Setting,
     Shares,
@@ -21,19 +22,24 @@ from omnicomp.audit.model import (
     TimeUse,
 )
 from omnicomp.timeline import (
+    Artefacts,
     Attempt,
+    Background,
     Boundary,
     Cache,
     Calibration,
     Candidate,
     Capture,
+    Certified,
     Event,
     Memory,
     NearMiss,
     NodePlacement,
     Option,
+    Outcome,
     PassRun,
     Placement,
+    Process,
     Ran,
     Retreat,
     Rewrite,
@@ -44,10 +50,7 @@ from omnicomp.timeline import (
     Verification,
     Weights,
 )
-from omnicomp.timeline.text import text_of
-
-__all__ = ["fold", "with_shares"]
-
+from omnicomp.timeline.reasons import text_of
 
 _COUNTS: Final = {"nodes": "nodes", "flops": "flops_hint", "bytes": "bytes_hint"}
 _PART_ORDER: Final = {"forward": 0, "inference": 1, "backward": 2}
@@ -62,6 +65,7 @@ _LISTS: Final[dict[type[Event], str]] = {
     Option: "ineffective",
     PassRun: "passes",
     Rewrite: "rewrites",
+    Certified: "certificates",
     NearMiss: "near_misses",
     Speculation: "speculations",
     Calibration: "calibrations",
@@ -70,7 +74,7 @@ _LISTS: Final[dict[type[Event], str]] = {
     Stage: "stages",
     Candidate: "candidates",
 }
-_OF_PASSES: Final = ("passes", "rewrites", "near_misses", "caches", "boundaries")
+_OF_PASSES: Final = ("passes", "rewrites", "certificates", "near_misses", "caches", "boundaries")
 _PLANNED: Final = tuple(
     sorted({f.name for f in dataclasses.fields(Subgraph)} & {f.name for f in dataclasses.fields(SubgraphAudit)})
 )
@@ -79,18 +83,33 @@ _CAPTURED: Final = tuple(
 )
 
 
-def fold(events: Iterable[Event], *, skipped: int = 0) -> Report:
+def fold(
+    events: Iterable[Event], *, skipped: int = 0, states: Mapping[str, str] | None = None, whole: bool = False
+) -> Report:
     """Make the report model from events in the order in which they were recorded, one at a time.
 
     Args:
         events: of one process, or of several whose graphs have different ids.
         skipped: lines of the file that were torn.
+        states: what is known of processes otherwise, by their names: `running` or `ended`.
+        whole: whether they are all that a file has, so that a process without an end has none.
     """
+    states = states or {}
     graphs: dict[str, _Graph] = {}
+    processes: dict[str, ProcessAudit] = {}
+    artefacts: list[Artefacts] = []
     count = left_out = rows = 0
     room = _Room()
     for event in events:
+        if isinstance(event, Process):
+            _begin_or_end(event, processes)
+            continue
         count += 1
+        if isinstance(event, Artefacts):
+            artefacts[_MOST - 1 :] = [event]
+            continue
+        if isinstance(event, Capture) and event.run and (whole or event.run in states):
+            processes.setdefault(event.run, ProcessAudit(run=event.run, pid=event.pid, rank=event.rank))
         graph = graphs.get(event.graph)
         if graph is None:
             if len(graphs) >= _MOST_GRAPHS or rows >= _MOST_ROWS:
@@ -104,7 +123,33 @@ def fold(events: Iterable[Event], *, skipped: int = 0) -> Report:
         graph.add(event)
         rows += graph.size - before
     frozen = with_identities([graph.freeze() for graph in graphs.values()])
-    return with_shares(Report(graphs=frozen, events=count, skipped=skipped, left_out=left_out))
+    ends = tuple(_with_last(process, graphs.values(), states) for process in processes.values())
+    report = Report(graphs=frozen, events=count, skipped=skipped, left_out=left_out, processes=ends)
+    return with_shares(dataclasses.replace(report, artefacts=tuple(artefacts)))
+
+
+def _begin_or_end(event: Process, processes: dict[str, ProcessAudit]) -> None:
+    known = processes.get(event.run) or ProcessAudit(run=event.run, pid=event.pid, rank=event.rank, began=event.time)
+    ended = event.state == "ended"
+    processes[event.run] = dataclasses.replace(
+        known, state="ended" if ended else "unfinished", ended=event.time if ended else 0.0
+    )
+
+
+def _with_last(process: ProcessAudit, graphs: Iterable["_Graph"], states: Mapping[str, str]) -> ProcessAudit:
+    state = process.state if process.state == "ended" else states.get(process.run, process.state)
+    if state != "unfinished":
+        return dataclasses.replace(process, state=state)
+    own = [graph.last for graph in graphs if graph.capture.run == process.run and graph.last is not None]
+    last = max(own, key=lambda event: (event.time, event.seq), default=None)
+    return dataclasses.replace(process, last="" if last is None else _words(last))
+
+
+def _words(event: Event) -> str:
+    """The event in a few words: `pass_run attention_fusion of g0`."""
+    what = [getattr(event, name, "") for name in ("name", "stage", "lowering")]
+    id = getattr(event, "subgraph", "") or event.graph
+    return " ".join((event.type, *(str(each) for each in what if each), f"of {id}"))
 
 
 class _Room:
@@ -129,6 +174,12 @@ class _Bounded:
             found.append(event)
         else:
             self.count(name)
+
+    def drop(self, name: str, is_old: Callable[[Any], bool]) -> None:
+        """Take events out of a list that a later one says as well."""
+        kept = [event for event in self.lists.get(name, ()) if not is_old(event)]
+        self.room.left += len(self.lists.get(name, ())) - len(kept)
+        self.lists[name] = kept
 
     def count(self, name: str) -> None:
         self.left_out[name] = self.left_out.get(name, 0) + 1
@@ -247,6 +298,9 @@ class _Graph:
         # An attempt may come before what it is an attempt at is known.
         self.attempts: dict[str, list[Attempt]] = {}
         self.retreats: list[Retreat] = []
+        self.outcome: Outcome | None = None
+        self.background: Background | None = None
+        self.last: Event | None = None
 
     @property
     def size(self) -> int:
@@ -261,8 +315,18 @@ class _Graph:
         return bool(id) and id not in self.rows
 
     def add(self, event: Event) -> None:
+        self.last = event
         name = _LISTS.get(type(event))
-        if name is not None:
+        if isinstance(event, Outcome):
+            if not event.subgraph:
+                self.outcome = event
+            elif event.subgraph in self.rows:
+                self.rows[event.subgraph].fields["raised"] = True
+        elif isinstance(event, Background):
+            self.background = event
+        elif name is not None:
+            if isinstance(event, Speculation) and event.state == "ran":
+                self.bounded.drop(name, lambda known: (known.state, known.variant) == ("ran", event.variant))
             self.bounded.add(name, event)
         elif isinstance(event, Capture):
             self.capture = event
@@ -367,6 +431,9 @@ class _Graph:
             attempts=tuple(attempt for waiting in self.attempts.values() for attempt in waiting),
             retreats=self.bounded.of("retreats"),
             verifications=self.bounded.of("verifications"),
+            outcome=self.outcome,
+            background=self.background,
+            last="" if self.last is None else _words(self.last),
             left_out=self.bounded.left_out,
         )
 

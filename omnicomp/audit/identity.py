@@ -3,7 +3,7 @@
 An identity is text such as `layers.3.attn/forward/5f0c2a9b41de-83b01c77`: the path that all of its module paths begin
 with (else the name of the compiled function), its part, and its fingerprint. A fingerprint is a hash of the operators
 with the dtypes of their results, a hyphen, and a hash that includes the classes of sizes
-(`omnicomp.analysis.stable_identity`). It has no numbers of graphs, names of nodes, files, lines or device indices, and
+(`omnicomp.analysis.hashes`). It has no numbers of graphs, names of nodes, files, lines or device indices, and
 no order of nodes, so it is equal in other processes, on other machines and on other ranks. Equal identities in a report
 are numbered `~2`, `~3`, …: those of graphs in the order of capture, those of subgraphs in the order of their graphs'.
 """
@@ -14,16 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from omnicomp.audit.model import GraphAudit, PartAudit, SubgraphAudit
-from omnicomp.timeline.text import common_path
-
-__all__ = [
-    "graph_identity",
-    "natural",
-    "operators_of",
-    "row_identity",
-    "with_identities",
-    "without_number",
-]
+from omnicomp.timeline.reasons import common_path
 
 
 def natural(id: str) -> list[tuple[int, str]]:

@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from omnicomp.timeline import (
+    Artefacts,
     Attempt,
+    Background,
     Boundary,
     Cache,
     Calibration,
     Candidate,
+    Certified,
     NearMiss,
     NodePlacement,
     Option,
+    Outcome,
     PassRun,
     Ran,
     Reason,
@@ -26,23 +30,8 @@ from omnicomp.timeline import (
     Verification,
     Weights,
 )
-
-__all__ = [
-    "AUDIT_SCHEMA",
-    "SHARE_BASES",
-    "Environment",
-    "Fallback",
-    "GraphAudit",
-    "MemoryUse",
-    "Merge",
-    "PartAudit",
-    "Report",
-    "Setting",
-    "Shares",
-    "Sites",
-    "SubgraphAudit",
-    "TimeUse",
-]
+from omnicomp.timeline.files import Unread
+from omnicomp.timeline.levels import ModuleLevels, levels_of, tag_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,15 +167,60 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sites:
-    """Attention sites: how many a pass fused, and which candidates it left alone."""
+    """Attention sites: which a pass fused, which are calls that stay as they are, and which it left alone."""
 
     fused: tuple[Rewrite, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
+    called: tuple[Rewrite, ...] = ()
 
     @property
     def total(self) -> int:
-        """Fused sites and near misses together."""
-        return len(self.fused) + len(self.near_misses)
+        """All sites together."""
+        return len(self.fused) + len(self.near_misses) + len(self.called)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessAudit:
+    """One process that wrote to the timeline, as far as it recorded that.
+
+    Attributes:
+        run: its name in the timeline; no other process has it.
+        pid: its id; 0 if unknown.
+        rank: its rank in a distributed job, else 0.
+        state: `ended`: in order; `running`: it is the one that made the report; `unfinished`: its end is not recorded,
+            as it was killed, or runs still.
+        began: when it began to write, in seconds since the epoch; 0 if unknown.
+        ended: when it ended, likewise.
+        last: the last that it recorded, in words; empty if nothing.
+    """
+
+    run: str
+    pid: int = 0
+    rank: int = 0
+    state: str = "unfinished"
+    began: float = 0.0
+    ended: float = 0.0
+    last: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """Something that began and of which no end is known, so that the report may lack the worst.
+
+    Attributes:
+        what: `process`: its end is not recorded; `graph`: it was captured, and its compilation has no end; `part`: it
+            was built, and never called.
+        id: of the process, the graph or the part.
+        sentence: the same in a sentence.
+        place: the compiled function, or empty.
+        last: the last that was recorded of it, in words, or empty.
+    """
+
+    what: str
+    id: str
+    sentence: str
+    place: str = ""
+    last: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,10 +289,13 @@ class SubgraphAudit:
         module: the path that all of its module paths begin with, or empty.
         fingerprint: what it consists of: operators with dtypes, a hyphen, the same with the class of their sizes.
         refused: names of up to eight of its nodes that an earlier lowering of the policy refused.
+        repeats: regions that are built once, by where they are, and how often each is called.
+        left_whole: why a graph with repeated regions, or large enough for some, is built as a whole.
         shares: its part of the operators, FLOPs, bytes and time of the whole audit.
         timing: what its calls took; None if they were not timed.
         memory: memory around its calls; None if it was not sampled.
         verifications: what comparing an override with its reference gave, each outcome once.
+        raised: whether its first call raised, as the user's operators may.
         left_out: events that the report has no room for, by the name of the field that they would be in.
     """
 
@@ -291,10 +328,13 @@ class SubgraphAudit:
     module: str = ""
     fingerprint: str = ""
     refused: tuple[str, ...] = ()
+    repeats: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    left_whole: Reason | None = None
     shares: Shares = dataclasses.field(default_factory=Shares)
     timing: TimeUse | None = None
     memory: MemoryUse | None = None
     verifications: tuple[Verification, ...] = ()
+    raised: bool = False
     left_out: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
@@ -366,6 +406,7 @@ class GraphAudit:
         ineffective: options whose effective value is not the requested one.
         passes: passes that ran or were skipped, in order.
         rewrites: places that passes rewrote.
+        certificates: what was found of the changes that passes made, where that was asked for.
         near_misses: candidates that passes left alone.
         speculations: what was assumed of its inputs, and what became of it.
         calibrations: what was measured of its error where the option dtype_error bounds it.
@@ -386,6 +427,10 @@ class GraphAudit:
         platform: operating system and machine type, or empty.
         pid: the process; 0 if unknown.
         rank: its rank in a distributed job, else 0.
+        run: name of the process in the timeline; empty if an earlier version recorded the graph.
+        outcome: how its compilation ended; None if that is not recorded.
+        background: what was last recorded of its build in the background; None if it has none.
+        last: the last that was recorded of it, in words.
         left_out: events that the report has no room for, by the name of the field that they would be in.
     """
 
@@ -403,6 +448,7 @@ class GraphAudit:
     ineffective: tuple[Option, ...] = ()
     passes: tuple[PassRun, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
+    certificates: tuple[Certified, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
     speculations: tuple[Speculation, ...] = ()
     calibrations: tuple[Calibration, ...] = ()
@@ -423,6 +469,10 @@ class GraphAudit:
     platform: str = ""
     pid: int = 0
     rank: int = 0
+    run: str = ""
+    outcome: Outcome | None = None
+    background: Background | None = None
+    last: str = ""
     left_out: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
@@ -459,6 +509,9 @@ class Report:
         share_basis: what `share` counts: `flops`, `nodes` where FLOPs are unknown or all zero, or `none`.
         skipped: lines of timeline files that were torn, and left out.
         left_out: graphs that the report has no room for; the later ones.
+        processes: those that recorded when they began, in that order.
+        unread: lines of timeline files that nothing was read from, by cause; those of `skipped` are among them.
+        artefacts: the files of artefacts that were written and read.
     """
 
     graphs: tuple[GraphAudit, ...] = ()
@@ -466,14 +519,27 @@ class Report:
     share_basis: str = "none"
     skipped: int = 0
     left_out: int = 0
+    processes: tuple[ProcessAudit, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    artefacts: tuple[Artefacts, ...] = ()
+
+    @property
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """Processes without an end, graphs that were captured and never built, and parts that were never called.
+
+        What may well stay so is not among them: a backward that no one asked for, the variant that was not needed, a
+        graph that Dynamo took back, that an error of the program ended, or that was compiled to be saved.
+        """
+        return (*_graphs_and_parts(self), *_processes(self))
 
     @property
     def gaps(self) -> str:
         """What the report does not have, as one sentence; empty if it has everything."""
-        counts = {"later graph": self.left_out, "torn line": self.skipped}
+        counts = {"later graph": self.left_out, "torn line": 0 if self.unread else self.skipped}
         events = sum(sum(graph.left_out.values()) for graph in self.graphs)
         counts["event"] = events + sum(sum(row.left_out.values()) for row in self.subgraphs)
         told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count]
+        told += map(str, self.unread)
         return f"left out of this report: {', '.join(told)}" if told else ""
 
     @property
@@ -537,9 +603,21 @@ class Report:
         passed = {graph.id for graph in self.graphs if graph.passes}
         counted = [g for g in self.graphs if not g.variant or g.id.replace(f":{g.variant}", "") not in passed]
         return Sites(
-            fused=tuple(r for g in counted for r in g.rewrites if r.kind == "attention"),
+            fused=tuple(r for g in counted for r in g.rewrites if r.kind == "attention" and not r.kept),
+            called=tuple(r for g in counted for r in g.rewrites if r.kind == "attention" and r.kept),
             near_misses=tuple(m for g in counted for m in g.near_misses if m.kind == "attention"),
         )
+
+    @property
+    def backend_timeline(self) -> tuple[ModuleLevels, ...]:
+        """Compile, kernel_override and eager for each subgraph that was tried, under the tag of its module."""
+        found: list[ModuleLevels] = []
+        for graph in self.graphs:
+            tried: dict[str, list[Attempt]] = {}
+            for attempt in (*graph.attempts, *(each for row in graph.subgraphs for each in row.attempts)):
+                tried.setdefault(attempt.subgraph, []).append(attempt)
+            found += [levels_of(id, tag_of(graph.options), each) for id, each in tried.items()]
+        return tuple(found)
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -578,3 +656,41 @@ def _fallbacks(graph: GraphAudit) -> Iterator[Fallback]:
                 ran=row.ran == "eager",
                 reasons=row.reasons,
             )
+
+
+def _processes(report: Report) -> Iterator[Unfinished]:
+    for process in report.processes:
+        if process.state == "unfinished":
+            name = f"process {process.pid}" if process.pid else "a process"
+            rank = f" (rank {process.rank})" if process.rank else ""
+            sentence = f"{name}{rank} did not record its end: it was killed, or still runs"
+            yield Unfinished(what="process", id=process.run, sentence=sentence, last=process.last)
+
+
+def _graphs_and_parts(report: Report) -> Iterator[Unfinished]:
+    states = {process.run: process.state for process in report.processes}
+    reached = (graph for graph in report.graphs if any(row.ran is not None or row.raised for row in _due(graph)))
+    called = set(map(_family, reached))
+    for graph in report.graphs:
+        about = {"place": graph.function, "last": graph.last}
+        if not graph.run or graph.run not in states:
+            continue  # an earlier version recorded no ends
+        if graph.outcome is None:
+            if states[graph.run] != "running":
+                yield Unfinished(
+                    what="graph", id=graph.id, sentence=f"{graph.id} was captured and never built", **about
+                )
+        elif graph.outcome.state == "built" and _family(graph) not in called:
+            for part in dict.fromkeys(row.part for row in _due(graph)):
+                id = f"{graph.id}.{part}" if part else graph.id
+                yield Unfinished(what="part", id=id, sentence=f"{id} was built and never called", **about)
+
+
+def _family(graph: GraphAudit) -> str:
+    """What the variants of a graph have in common; one of them is enough."""
+    return graph.id.replace(f":{graph.variant}", "") if graph.variant else graph.id
+
+
+def _due(graph: GraphAudit) -> Iterator[SubgraphAudit]:
+    """The rows that a call of the graph reaches: a backward waits for the program to ask for it."""
+    return (row for row in graph.subgraphs if row.part != "backward" and not row.superseded)

@@ -1,8 +1,7 @@
 """The report that a user holds: the data of `Report`, with a method for each view."""
 
 import dataclasses
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -10,15 +9,18 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from omnicomp.audit.fold import fold as folded
 from omnicomp.audit.model import Report
 from omnicomp.audit.views import VIEWS, jsonform, rows, text
+from omnicomp.audit.views.layout import plain
 from omnicomp.audit.views.why import Why, why
 from omnicomp.timeline import Event
-
-__all__ = ["Audit", "fold"]
+from omnicomp.timeline.recorder import run_id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Report):
-    """What ran where, and why, for all graphs of a timeline; `str` and rich show it as text."""
+    """What ran where, and why, for all graphs of a timeline.
+
+    `print` shows what can be changed and a short table, as wide as the terminal; `to_text` has everything.
+    """
 
     @classmethod
     def of(cls, report: Report) -> "Audit":
@@ -30,7 +32,7 @@ class Audit(Report):
         return rows.summary(self)
 
     def to_text(self) -> str:
-        """Plain text, 120 columns wide."""
+        """Plain text, 120 columns wide: every row, and tables of passes, assumptions, options and caches."""
         return VIEWS["text"](self)
 
     def to_json(self) -> str:
@@ -57,18 +59,16 @@ class Audit(Report):
         yield from text.renderables(self)
 
     def __str__(self) -> str:
-        """The text, as wide as the terminal or `COLUMNS` says; 120 columns where there is neither."""
-        return text.to_text(self, shutil.get_terminal_size((120, 24)).columns)
+        """What can be changed and a short table, as wide as the terminal or `COLUMNS` says, else 120 columns."""
+        return plain(*text.renderables(self), width=None)
 
     def __repr__(self) -> str:
         return self.summary()
 
 
-def fold(events: Iterable[Event], *, skipped: int = 0) -> Audit:
-    """Make the report from events in the order in which they were recorded; none of them is held on to.
-
-    Args:
-        events: of one process, or of several whose graphs have different ids.
-        skipped: lines of the file that were torn.
-    """
-    return Audit.of(folded(events, skipped=skipped))
+def fold(
+    events: Iterable[Event], *, skipped: int = 0, states: Mapping[str, str] | None = None, whole: bool = False
+) -> Audit:
+    """Make the report from events in the order in which they were recorded; none of them is held on to."""
+    states = {run_id(): "running"} if states is None else states
+    return Audit.of(folded(events, skipped=skipped, states=states, whole=whole))

@@ -1,23 +1,23 @@
-"""Reports from files: of a timeline, or of a report in JSON."""
+"""Reports of a file, a timeline or a report in JSON, and of this process."""
 
 import codecs
+import contextlib
 import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from omnicomp.audit.model import Report
+from omnicomp.audit.model import ProcessAudit, Report
 from omnicomp.audit.report import Audit, fold
 from omnicomp.audit.views.jsonform import from_json, to_dict
 from omnicomp.errors import ReportError, TimelineError
-from omnicomp.timeline import Boundary, Capture, Event
-from omnicomp.timeline.files import TimelineReader
-
-__all__ = ["Events", "load", "read"]
+from omnicomp.timeline import Boundary, Capture, Event, current
+from omnicomp.timeline.files import TimelineReader, Unread
+from omnicomp.timeline.recorder import Collector, run_id
 
 _BEGINNING: Final = 2**16
 # A report is read as a whole, and takes ten times its size; a timeline is not.
@@ -46,6 +46,16 @@ class Events:
         """Lines that were skipped so far, because a process was killed in them."""
         return self._reader.torn
 
+    @property
+    def unread(self) -> tuple[Unread, ...]:
+        """All lines that were skipped so far, by their cause."""
+        return self._reader.unread
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether the file is empty, or its last line so far is cut short."""
+        return self._reader.empty or self._reader.ends_torn
+
     def __iter__(self) -> Iterator[Event]:
         """Each event, in order.
 
@@ -56,7 +66,7 @@ class Events:
         latest: dict[str, str] = {}
         taken: dict[str, int] = {}
         for record, event in self._reader:
-            pid = str(record.get("pid"))
+            pid = f"{record.get('rank') or 0}/{record.get('pid')}"
             if isinstance(event, Capture):
                 if len(names) < _NAMES or (pid, event.graph) in names:
                     taken[event.graph] = taken.get(event.graph, 0) + 1
@@ -110,8 +120,13 @@ def load(path: str | PathLike[str]) -> Audit:
 
 
 def _of_events(events: Events) -> Audit:
-    found = fold(events)
-    return dataclasses.replace(found, skipped=events.torn)
+    found = fold(events, whole=True)
+    processes = found.processes
+    if not processes and events.broken_off:
+        # An earlier version, or a process that had no time to record anything.
+        pid = next((graph.pid for graph in reversed(found.graphs)), 0)
+        processes = (ProcessAudit(run="", pid=pid, last=found.graphs[-1].last if found.graphs else ""),)
+    return dataclasses.replace(found, skipped=events.torn, unread=events.unread, processes=processes)
 
 
 class _Rejoined(io.RawIOBase):
@@ -149,3 +164,64 @@ def _renamed(event: Event, name: str) -> Event:
         if isinstance(id, str) and id.startswith(event.graph):
             changes[field] = name + id[len(event.graph) :]
     return dataclasses.replace(event, **changes)
+
+
+def of_this_process(events: Sequence[Event], *, ended: bool = False) -> Audit:
+    """The report of events of this process, which goes on, or whose program has ended."""
+    runs = {event.run for event in events if isinstance(event, Capture)} | {run_id()}
+    return fold(events, states=dict.fromkeys(runs, "ended" if ended else "running"))
+
+
+class Recording:
+    """What was captured or ran inside of a block: `with omnicomp.record() as run: ...`, then `run.audit()`.
+
+    A graph that was captured before is in it with all that was recorded of it, if it ran inside for the first time. Of
+    blocks in several threads each has what its own thread did, and what other threads did with its graphs; what a
+    thread without a block did is in all that were open. A block inside of another one is part of it. After an exception
+    the recording has what came before.
+    """
+
+    def __init__(self) -> None:
+        self._collector = Collector()
+        self._stack: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> "Recording":
+        """Begin, or go on."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(current().collecting(self._collector))
+        self._stack.append(stack)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop; an exception goes on."""
+        self._stack.pop().close()
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events())
+
+    def events(self) -> tuple[Event, ...]:
+        """What was recorded so far, in order."""
+        return tuple(self._collector.events)
+
+    def audit(self) -> Audit:
+        """The report of what was recorded so far."""
+        return of_this_process(self.events())
+
+    def __str__(self) -> str:
+        return str(self.audit())
+
+    def __repr__(self) -> str:
+        return repr(self.audit())
+
+
+def record() -> Recording:
+    """Record what a block of code compiles and runs, apart from the rest of the process.
+
+        with omnicomp.record() as run:
+            model(x)
+        print(run.audit())
+
+    Returns:
+        A context manager.
+    """
+    return Recording()

@@ -1,12 +1,18 @@
-"""AOTAutograd on a graph behind the passes; the builder builds each of its parts."""
+"""Times of the stages of a compilation, for the timeline; an outer stage does not count the stages inside it."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from omnicomp._torch.autograd import aot_autograd, partitioner
 from omnicomp._torch.autograd.compiled_function import Results, on_function
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW, GRAPH_BREAKS
+from omnicomp._torch.dynamo.regions import traced_anew
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
@@ -14,37 +20,90 @@ from omnicomp._torch.repairs import folded_nans
 from omnicomp._torch.repairs.decompositions import decompositions_mended, kept_whole
 from omnicomp._torch.repairs.rounded_casts import casts_kept
 from omnicomp.backend.capture import CapturedGraph
-from omnicomp.backend.stage_times import autograd_stage, stage
 from omnicomp.builder.cache_keys import verdict
+from omnicomp.builder.early_regions import EarlyRegions, call_regions
 from omnicomp.builder.known_failures import wrong_code
 from omnicomp.builder.part import build_part
 from omnicomp.builder.record import replay
+from omnicomp.builder.regions import left_whole
 from omnicomp.builder.stitched_artefact import restoring
-from omnicomp.lowerings.engines.inputs import Weights, engines_of, informed, weights_of
+from omnicomp.errors import OmnicompError, first_line, harmless
+from omnicomp.lowerings.engines.subgraph import Weights, engines_of, informed, weights_of
 from omnicomp.options.eager_operators import EAGER_OPERATORS
 from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.eager_gradients import LEVER, EagerGradients
-from omnicomp.runtime.fallback_limit import judge_graph
-from omnicomp.runtime.fallback_warning import notify
+from omnicomp.runtime.fallback_limit import judge_graph, notify
 from omnicomp.runtime.tf32 import compiling
-from omnicomp.timeline import Reason, current
+from omnicomp.timeline import Reason, Stage, current
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
-from omnicomp.timeline.step_down import Where, record_step_down
+from omnicomp.timeline.recorder import Where, record_step_down
 
-__all__ = ["compile_parts", "uses_inductor"]
+Compile = Callable[..., Any]
+"""Takes a graph, its inputs, its record, and more."""
+
+
+class _Nested(threading.local):
+    seconds = 0.0
+    """What the stages took that were inside of the one under way."""
+
+
+_nested = _Nested()
+
+
+@contextlib.contextmanager
+def stage(name: str, graph: str, part: str = "") -> Generator[None]:
+    """Record how long the body took, also where it raises."""
+    outer, _nested.seconds = _nested.seconds, 0.0
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        total = time.perf_counter() - start
+        inside, _nested.seconds = _nested.seconds, outer + total
+        with harmless("how long a stage took"):
+            current().append(Stage(graph=graph, stage=name, part=part, seconds=total - inside))
+
+
+def autograd_stage(compile_parts: Compile) -> Compile:
+    """The function, recorded as the stage `autograd` of its graph."""
+
+    @functools.wraps(compile_parts)
+    def recorded(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, *more: Any) -> Any:
+        with stage("autograd", graph.id):
+            return compile_parts(gm, inputs, graph, *more)
+
+    return recorded
 
 
 @autograd_stage
 def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, weights: Weights | None = None) -> Any:
-    """Run AOTAutograd and build every part; the records of parts that a cache restores are replayed.
+    """Run AOTAutograd and build every part; the records of parts that a cache restores are replayed."""
+    policy = graph.policy
+    if graph.training or policy.regions == "never" or engines_of(policy) or not uses_inductor(graph):
+        return _compile(gm, inputs, graph, weights, None)
+    try:
+        always = policy.regions == "always"
+        regions = call_regions(gm, always=always, device=graph.device.type, options=policy.inductor)
+        if regions is None:
+            return _compile(gm, inputs, graph, weights, None)
+        return _compile(regions.module, inputs, graph, weights, regions)
+    except (*CONTROL_FLOW, *GRAPH_BREAKS, OmnicompError):
+        raise
+    except Exception as error:
+        if policy.on_error == "raise":
+            raise
+        why = f"calls of what repeats could not be traced: {first_line(error)}"
+        return _compile(gm, inputs, graph, weights, left_whole(why))
 
-    Args:
-        gm: a Dynamo graph behind the passes.
-        inputs: real or fake tensors and symbolic sizes, one a placeholder.
-        graph: what it belongs to.
-        weights: the model's weights among the inputs, if those are fake.
-    """
+
+def _compile(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    graph: CapturedGraph,
+    weights: Weights | None,
+    regions: EarlyRegions | Reason | None,
+) -> Any:
     # A verdict on generated code must not be passed by in a cache that holds that code.
     tag = f"{graph.record.digest}{wrong_code()}"
     verifies = graph.policy.verify in VERIFYING
@@ -59,7 +118,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
         dump(graph.id, "autograd", part, name)
         with compile_fx.cache_tag(tag), compiling(context), stage("lowering", graph.id, name), doing:
-            built = build_part(part, part_inputs, context)
+            built = build_part(part, part_inputs, context, regions)
         if is_bundled() and not is_marked(built):
             mark(
                 built,
@@ -87,9 +146,10 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         compile_fx.cache_tag(tag),
         compiling(graph.context("", {})),
         compile_fx.on_artefact_loaded(restored),
-        on_function(_eager_gradients(graph)),
+        on_function(eager_gradients(graph)),
         restoring(lambda part: graph.context(part, {})),
         cache,
+        traced_anew(),
         decompositions_mended(),
         casts_kept(),
         kept_whole(EAGER_OPERATORS if graph.policy.numerics == "eager" and not engines else ()),
@@ -111,7 +171,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
     return compiled
 
 
-def _eager_gradients(graph: CapturedGraph) -> Callable[[Any, Results], None]:
+def eager_gradients(graph: CapturedGraph) -> Callable[[Any, Results], None]:
     """Puts eager's autograd beside the backward of a graph in training, for what a compiled one can't give."""
 
     def record(why: str) -> None:

@@ -12,8 +12,6 @@ from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
 from omnicomp.timeline import NodePlacement, Option, Reason, Timeline, current
 
-__all__ = ["late_overrides", "override_blocks"]
-
 
 def override_blocks(gm: GraphModule, graph: CapturedGraph) -> CapturedGraph:
     """Insert the overrides that are asked first into the graph.

@@ -1,4 +1,4 @@
-"""Capture: a graph's id, device, and the digest that keys the compile caches."""
+"""Graph breaks: the code there runs in Python between two graphs, and no lowering ever sees it."""
 
 import dataclasses
 import functools
@@ -6,8 +6,8 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_leaves
 import omnicomp
 from omnicomp import passes
 from omnicomp._torch.dynamo import control_flow
+from omnicomp._torch.dynamo.control_flow import end_of
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.analysis.costs import known_sizes
+from omnicomp.analysis.hashes import stable_identities
 from omnicomp.analysis.nodes import all_nodes, call_count, fake_value, function_name, module_path, source_line
-from omnicomp.analysis.stable_identity import stable_identities
-from omnicomp.backend.attach_sinks import attach_all
-from omnicomp.backend.graph_breaks import record_graph_break
 from omnicomp.builder.known_failures import wrong_code
 from omnicomp.devices import Device, primary_device, resolve_device
 from omnicomp.errors import harmless
@@ -30,19 +29,89 @@ from omnicomp.lowerings.identities import compiler_identities
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy, effective_options
-from omnicomp.passes.base import digest as passes_digest
 from omnicomp.runtime.tf32 import record_without_tf32
-from omnicomp.timeline import Capture, Event, Option, PassRun, Reason, Stage, current, rank
-from omnicomp.timeline.text import common_path, distinct
+from omnicomp.timeline import Capture, Event, NearMiss, Option, PassRun, Reason, Stage, Timeline, current, rank
+from omnicomp.timeline.reasons import common_path, distinct
+from omnicomp.timeline.recorder import run_id
+from omnicomp.timeline.sinks import jsonl, logs, opentelemetry, structured_trace
 
-__all__ = ["CapturedGraph", "capture_graph", "graph_digest", "key_parts", "of_this_process"]
+_FIELD: Final = re.compile(r"^\s*(Explanation|Hint|Developer debug context): (.+)$")
+_BRANCH: Final = "generic_jump"
+
+
+def record_graph_break(gm: Any, graph: str, timeline: Timeline) -> None:
+    """Record why a graph ends before its function does, if it does."""
+    with harmless("why a graph ends"):
+        found = end_of(gm)
+        if found is not None:
+            text, source = found
+            reason = _reason(text, source)
+            node = reason.observed or "the end of the graph"
+            timeline.append(
+                NearMiss(graph=graph, name="dynamo", kind="graph_break", node=node, source=source, reason=reason)
+            )
+
+
+def _reason(text: str, source: str) -> Reason:
+    """Dynamo's text is a headline, then lines with an explanation, hints and what it saw; the lines may be missing."""
+    headline = text.strip().partition("\n")[0].strip().rstrip(".")
+    if headline.startswith(_BRANCH):
+        return Reason(
+            code="graph_break",
+            by="dynamo",
+            sentence="a branch depends on the values of a tensor",
+            source=source,
+            lever="choose with torch.where or torch.cond, or decide outside of the compiled function",
+        )
+    fields: dict[str, list[str]] = {}
+    for name, value in _fields(text):
+        fields.setdefault(name, []).append(value.strip())
+    explanation = " ".join(fields.get("Explanation", ())).rstrip(".")
+    return Reason(
+        code="graph_break",
+        by="dynamo",
+        sentence=explanation or headline,
+        observed=next(iter(fields.get("Developer debug context", ())), ""),
+        source=source,
+        lever=_lever(fields.get("Hint", [])),
+    )
+
+
+def _fields(text: str) -> Iterator[tuple[str, str]]:
+    return ((found[1], found[2]) for line in text.splitlines() if (found := _FIELD.match(line)))
+
+
+def _lever(hints: list[str]) -> str:
+    """The hints as one sentence, in an imperative's lower case."""
+    said = "; or ".join(hint.rstrip(".") for hint in hints if "report an issue" not in hint)
+    return said[:1].lower() + said[1:]
+
+
+def attach_all(timeline: Timeline, policy: Policy) -> None:
+    """Attach the sinks that the environment, the options and the program ask for; none is attached twice."""
+    jsonl.attach(timeline, None, policy.timeline_max_bytes)
+    if policy.timeline is not None:
+        jsonl.attach(timeline, policy.timeline, policy.timeline_max_bytes)
+    timeline.begin()
+    logs.attach(timeline)
+    structured_trace.attach(timeline, _report)
+    opentelemetry.attach(timeline)
+
+
+def _report(events: Sequence[Event]) -> str:
+    """The audit as text, for a trace that is asked for."""
+    from omnicomp.audit import build
+
+    return build(events).to_text()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
     """A captured graph on its way through the backend.
 
-    `plain` is a copy of a graph in training as Dynamo captured it, for what eager's autograd is asked for.
+    `plain` is a copy of a graph in training as Dynamo captured it, for what eager's autograd is asked for. `values`
+    are real inputs to look at and to measure on, where the graph is compiled for fake ones in another process; those
+    that are not known are fake.
     """
 
     record: GraphRecord
@@ -51,6 +120,7 @@ class CapturedGraph:
     training: bool
     capture: Capture
     plain: GraphModule | None = None
+    values: tuple[Any, ...] | None = None
     _published: list[Event] = dataclasses.field(default_factory=list[Event])
 
     @property
@@ -150,6 +220,7 @@ def of_this_process(device: Device) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "pid": os.getpid(),
         "rank": rank(),
+        "run": run_id(),
     }
 
 
@@ -214,7 +285,7 @@ def graph_digest(policy: Policy, device: Device) -> str:
         package_digest(),
         sorted(policy.digest_parts().items()),
         device.type,
-        passes_digest(passes.PIPELINE),
+        list(passes.keys(policy).items()),
         overrides.digest(policy.disable_overrides, policy.overrides),
         sorted(compiler_identities(policy, device).items()),
     )
@@ -229,8 +300,8 @@ def key_parts(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
         parts[f"option {name}"] = (repr(value), repr(value))
     for name, (version, digest) in compiler_identities(policy, device).items():
         parts[f"compiler {name}"] = (version, digest)
-    for item in passes.PIPELINE:
-        parts[f"pass {item.name}"] = ("", passes_digest((item,)))
+    for name, key in passes.keys(policy).items():
+        parts[f"pass {name}"] = key
     for item in overrides.enabled(policy.disable_overrides, policy.overrides):
         parts[f"override {item.name}"] = ("", item.digest)
     return parts

@@ -3,19 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
+from omnicomp import passes
 from omnicomp.backend.select.candidates import check_candidates
 from omnicomp.lowerings.engines import check_engines
 from omnicomp.lowerings.overrides.registry import check_overrides
 from omnicomp.options.policy import Policy, parse
 
-__all__ = ["policy_of"]
-
 
 def policy_of(mode: str | None, options: Mapping[str, Any] | None) -> Policy:
-    """Validate what the user passed, as `parse` does, and that engines, overrides and candidates are there.
+    """Validate what the user passed, as `parse` does, and that engines, overrides, passes and candidates are there.
 
     Raises:
         OptionError: a key or a value is wrong; the message names the nearest known one.
     """
-    checks = {"candidates": check_candidates, "engines": check_engines, "overrides": check_overrides}
-    return parse(mode, options, checks)
+    checks = {
+        "candidates": check_candidates,
+        "engines": check_engines,
+        "overrides": check_overrides,
+        "passes": passes.check_passes,
+    }
+    policy = parse(mode, options, checks)
+    passes.check_disabled(policy)
+    return policy

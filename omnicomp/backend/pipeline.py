@@ -1,22 +1,22 @@
 """The backend: `torch.compile(model, backend="omni")`.
 
-From top to bottom: `omni` captures the graph, `_compile` runs the passes, `_build` answers for failures, and
+From top to bottom: `omni` captures the graph, `compile_graph` runs the passes, `_build` answers for failures, and
 `_compile_passed` calls autograd, which has each part placed and built. Where a pass assumed something of the inputs,
 there are two variants of what follows the passes.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from omnicomp import weights
-from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving, threads
+from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors
-from omnicomp._torch.inductor import compile_fx
+from omnicomp._torch.inductor import compile_fx, libraries
 from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
@@ -25,6 +25,7 @@ from omnicomp.backend.autograd import compile_parts
 from omnicomp.backend.block_overrides import late_overrides, override_blocks
 from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.options import policy_of
+from omnicomp.backend.outcome import ending
 from omnicomp.backend.retreat import (
     given_up_if_rejected,
     graph_compiler,
@@ -36,20 +37,19 @@ from omnicomp.backend.retreat import (
 )
 from omnicomp.backend.run_passes import Passed, run_passes
 from omnicomp.backend.saved import Compiled, carried, hand_over, put_state
-from omnicomp.backend.select import choose
 from omnicomp.backend.shared_memory import checked, refused
-from omnicomp.backend.variants import ASSUMED, GENERAL, Checks, Variant, Variants, within_sizes
+from omnicomp.backend.variants import GENERAL, Case, Checks, Variant, Variants, variant_name, within_sizes
 from omnicomp.errors import OmnicompError, first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides.late import LateOverrides, raise_late, restartable
 from omnicomp.options.policy import Policy
-from omnicomp.runtime.fallback_limit import enforce
-from omnicomp.runtime.fallback_warning import notify
+from omnicomp.passes import verdicts
+from omnicomp.passes.mask_classes import MaskClass
+from omnicomp.runtime import ranks
+from omnicomp.runtime.fallback_limit import enforce, notify
 from omnicomp.timeline import Reason, Speculation, current
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
-
-__all__ = ["omni", "reset"]
 
 
 def omni(
@@ -78,14 +78,23 @@ def omni(
     except OmnicompError as error:
         raise control_flow.user_error(error) from None
     under_way = activity("compile", "a graph", shown=policy.progress)
-    with control_flow.compile_lock, control_flow.unseen_by_hooks(), under_way as doing, saving.wanted(gm) as wish:
+    with (
+        control_flow.compile_lock,
+        control_flow.unseen_by_hooks(),
+        under_way as doing,
+        ending() as end,
+        saving.wanted(gm) as wish,
+    ):
+        end.state = "built" if wish is None else "saved"
         try:
             example_inputs = as_passed(gm, example_inputs)
             graph = capture_graph(gm, example_inputs, policy, options)
+            end.graph = graph.id
+            ranks.join(graph.record, gm)
             doing.say(f"{graph.id} {graph.capture.function}".rstrip(), graph=graph.id)
             dump(graph.id, "dynamo", gm)
             plain = copy_module(gm, lazy=True)
-            graph = dataclasses.replace(graph, plain=copy_module(gm) if graph.training else None)
+            graph = dataclasses.replace(graph, plain=copy_module(gm, lazy=True) if graph.training else None)
         except (*control_flow.CONTROL_FLOW, OmnicompError):
             raise
         except Exception as error:
@@ -96,8 +105,20 @@ def omni(
             return run_on_fake_tensors(gm, graph)
         if graph.training and policy.autograd == "eager":
             return hand_over(run_by_eagers_autograd(gm, graph), wish)
+        if policy.background and wish is None:
+            from omnicomp.backend.background import build_behind
+
+            behind = build_behind(
+                gm,
+                plain,
+                graph,
+                example_inputs,
+                lambda fakes: compile_graph(copy_module(plain), copy_module(plain), graph, fakes, after_dynamo=True),
+            )
+            if behind is not None:
+                return behind
         try:
-            compiled = _compile(gm, plain, graph, example_inputs)
+            compiled = compile_graph(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):
             raise
         except Exception as error:
@@ -107,8 +128,26 @@ def omni(
         return hand_over(compiled, wish, graph.id)
 
 
-def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Overrides of blocks, passes, and all that follows; `plain` is an unchanged copy of the graph."""
+def compile_graph(
+    gm: GraphModule,
+    plain: GraphModule,
+    graph: CapturedGraph,
+    inputs: Sequence[Any],
+    *,
+    after_dynamo: bool = False,
+) -> Callable[..., Any]:
+    """Overrides of blocks, passes, and all that follows.
+
+    Args:
+        gm: a Dynamo graph, which is consumed.
+        plain: an unchanged copy of it.
+        graph: what it belongs to.
+        inputs: real or fake tensors and symbolic sizes, one a placeholder.
+        after_dynamo: whether Dynamo's compilation is over, so that it can't be asked to break the graph any more.
+
+    Raises:
+        Exception: what steers Dynamo, or anything if the policy says so.
+    """
     sharing = overlaps.sharing_of(gm)
     if sharing.returned:
         return refused(plain, graph)
@@ -119,11 +158,12 @@ def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: 
         dump(graph.id, "overrides", gm)
     original = plain if same else copy_module(gm)
     while True:
-        passed = run_passes(gm, graph, speculate=_may_speculate(graph.policy), kept=original, inputs=inputs)
+        speculate = not after_dynamo and _may_speculate(graph.policy)
+        passed = run_passes(gm, graph, speculate=speculate, kept=original, inputs=graph.values or inputs)
         try:
             if passed.assumptions:
                 return checked(_with_variants(passed, original, inputs, graph), plain, sharing, graph)
-            compiled = _build(passed, inputs, graph)
+            compiled = _build(passed, inputs, graph, after_dynamo=after_dynamo)
         except LateOverrides as wanted:
             gm = copy_module(original)
             graph = late_overrides(gm, graph, wanted)
@@ -139,14 +179,7 @@ def _compile(gm: GraphModule, plain: GraphModule, graph: CapturedGraph, inputs: 
 def _build(
     passed: Passed, inputs: Sequence[Any], graph: CapturedGraph, *, after_dynamo: bool = False
 ) -> Callable[..., Any]:
-    """Compile a graph behind the passes; if the compiler fails, the graph runs eager.
-
-    Args:
-        passed: the graph, which is consumed.
-        inputs: real or fake tensors and symbolic sizes, one a placeholder.
-        graph: what it belongs to.
-        after_dynamo: whether Dynamo's compilation is over, so that it can't be asked to break the graph any more.
-    """
+    """Compile a graph behind the passes; if the compiler fails, the graph runs eager."""
     graph.publish(passed.events)
     graph = graph.with_record(places=places_of(all_nodes(passed.module)))
     kept = copy_module(passed.module, lazy=True)
@@ -180,7 +213,11 @@ def _compile_passed(passed: Passed, inputs: Sequence[Any], graph: CapturedGraph)
     """Compile a graph behind the passes: weights, lowerings, autograd, and the building of each part."""
     with control_flow.leave_transforms_on_error(), passed.in_force():
         lifted = weight_inputs.lift_weights(passed.module, inputs, graph)
-        chosen = choose(lifted.module, lifted.inputs, graph)
+        chosen = graph
+        if graph.policy.choose != "off":
+            from omnicomp.backend.select.choose import choose
+
+            chosen = choose(lifted.module, lifted.inputs, graph)
         compiled = compile_parts(lifted.module, lifted.inputs, chosen)
         if saving.is_bundled():
             events, repairs = passed.events, passed.traced_under
@@ -193,10 +230,26 @@ def _may_speculate(policy: Policy) -> bool:
     return policy.speculate and late_compile.is_tracing() and not compile_fx.freezing(policy.inductor)
 
 
+def _order_of_collectives(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> Reason | None:
+    """Why a graph may have no variants, which ranks choose by their own data; None if it may."""
+    option = compile_fx.reorders_collectives(policy.inductor)
+    if not option or not ranks.spans(module, inputs):
+        return None
+    return Reason(
+        code="not_checkable",
+        by="speculation",
+        sentence="nothing is assumed, as ranks with other masks would take other variants, the collectives of which "
+        f"Inductor may order in another way ({option})",
+        observed=option,
+        lever=f"leave {option} off, or pass no mask where nothing is hidden",
+    )
+
+
 def _with_variants(
     passed: Passed, original: GraphModule, inputs: Sequence[Any], graph: CapturedGraph
 ) -> Callable[..., Any]:
-    """A variant that is right where the assumptions hold, and a general one; each compiled when a call needs it."""
+    """Variants that are right where assumptions hold, and a general one; each compiled when a call needs it."""
+    reason, scene = _order_of_collectives(original, inputs, graph.policy), None
     try:
         scene = late_compile.keep_scene(inputs)
     except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline
@@ -207,6 +260,7 @@ def _with_variants(
             observed=type(error).__name__,
             lever="report the error",
         )
+    if scene is None or reason is not None:
         sentence = "; ".join(item.sentence for item in passed.assumptions)
         current().append(
             Speculation(graph=graph.id, state="stopped", variant=GENERAL, sentence=sentence, reason=reason)
@@ -215,7 +269,6 @@ def _with_variants(
     general = dataclasses.replace(
         graph.with_record(id=f"{graph.id}:{GENERAL}"), capture=dataclasses.replace(graph.capture, variant=GENERAL)
     )
-    eager = copy_module(original)
     # A calibration needs the real inputs, which are gone when this variant is built.
     calibrated = (
         None
@@ -223,41 +276,72 @@ def _with_variants(
         else run_passes(copy_module(original), general, speculate=False, inputs=inputs)
     )
 
-    def build_assumed(after_dynamo: bool) -> Callable[..., Any]:
-        return build(lambda: passed, graph, after_dynamo)
+    checks = Checks(passed.assumptions, [node.name for node in original.graph.find_nodes(op="placeholder")])
 
     def build_general(after_dynamo: bool) -> Callable[..., Any]:
         current().append(dataclasses.replace(general.capture, graph=general.id))
-        return build(lambda: calibrated or run_passes(original, general, speculate=False), general, after_dynamo)
+        return build(lambda: calibrated or run_passes(copy(), general, speculate=False), general, after_dynamo)
+
+    def another(case: Case, number: int) -> Variant:
+        answers: dict[Hashable, MaskClass] = {
+            item.key: known for item, known in zip(checks.assumptions, case, strict=True) if known is not None
+        }
+        name = variant_name(number)
+        own = graph if number == 1 else graph.with_record(id=f"{graph.id}:{name}")
+        own = own if number == 1 else dataclasses.replace(own, capture=dataclasses.replace(graph.capture, variant=name))
+
+        def build_it(after_dynamo: bool) -> Callable[..., Any]:
+            if number > 1:
+                current().append(dataclasses.replace(own.capture, graph=own.id))
+            if case == checks.assumed:
+                return build(lambda: passed, own, after_dynamo)
+            return build(lambda: run_passes(copy(), own, speculate=True, answers=answers), own, after_dynamo)
+
+        return Variant(name=name, graph=own.id, build=build_it)
+
+    def copy() -> GraphModule:
+        return copy_module(original)
 
     def build(make: Callable[[], Passed], variant: CapturedGraph, after_dynamo: bool) -> Callable[..., Any]:
-        if not after_dynamo:
-            return _build(make(), inputs, variant)
-        compiled, sizes = late_compile.compile_late(
-            scene, lambda fakes: _build(make(), fakes, variant, after_dynamo=True)
-        )
+        # The end of the graph's own compilation is recorded where it began.
+        with ending("" if variant.id == graph.id else variant.id):
+            if not after_dynamo:
+                return _build(make(), inputs, variant)
+            compiled, sizes = late_compile.compile_late(
+                scene, lambda fakes: _build(make(), fakes, variant, after_dynamo=True)
+            )
         # What is compiled ahead for a graph that may be saved is so before Dynamo makes its guards, which then hold it.
-        return compiled if sizes.holds is None or saving.is_bundled() else within_sizes(compiled, eager, sizes, variant)
+        return (
+            compiled if sizes.holds is None or saving.is_bundled() else within_sizes(compiled, original, sizes, variant)
+        )
 
     variants = Variants(
-        checks=Checks(passed.assumptions, [node.name for node in original.graph.find_nodes(op="placeholder")]),
-        assumed=Variant(name=ASSUMED, graph=graph.id, build=build_assumed),
+        checks=checks,
+        assumed={} if checks.assumed is None else {checks.assumed: another(checks.assumed, 1)},
         general=Variant(name=GENERAL, graph=general.id, build=build_general),
-        eager=eager,
+        eager=original,
         timeline=current(),
         on_cuda=any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs),
+        graph=graph.id,
+        another=another if any(item.accepts for item in checks.assumptions) else None,
     )
-    variants.compile_first(inputs)
+    variants.compile_first(graph.values or inputs)
     if saving.is_bundled():
         variants.compile_all()
     return variants.__call__
 
 
 def reset() -> None:
-    """Forget recorded CUDA graphs and free copies of weights; `torch.compiler.reset()` calls it."""
+    """Forget CUDA graphs and classes of masks, free copies of weights, begin a new scope.
+
+    `torch.compiler.reset()` calls it.
+    """
+    current().mark_reset()
     compile_fx.reset_cudagraphs()
+    verdicts.forget()
     weights.clear()
 
 
 omni.reset = reset  # type: ignore[attr-defined]
-threads.tell_threads_apart()
+control_flow.tell_threads_apart()
+libraries.watch()

@@ -14,20 +14,9 @@ from omnicomp.errors import CompilerFaultError, Once, first_line
 from omnicomp.lowerings.override import put_references
 from omnicomp.runtime.evidence import Rejected, rejectable
 from omnicomp.runtime.override_check import devices_of
-from omnicomp.timeline import Ran, Reason, current
-from omnicomp.timeline.step_down import Where, record_step_down
-
-__all__ = [
-    "given_up_if_rejected",
-    "graph_compiler",
-    "record_eager",
-    "record_graph_break",
-    "record_retreat",
-    "retreat_to_eager",
-    "run_by_eagers_autograd",
-    "run_on_fake_tensors",
-    "run_uncaptured",
-]
+from omnicomp.runtime.ranks import agree_on_eager
+from omnicomp.timeline import Outcome, Ran, Reason, current
+from omnicomp.timeline.recorder import Where, record_step_down
 
 
 def run_uncaptured(gm: GraphModule, error: Exception) -> Callable[..., Any]:
@@ -109,15 +98,31 @@ def retreat_to_eager(gm: GraphModule, graph: CapturedGraph, error: Exception) ->
         source=graph.record.sources[0] if graph.record.sources else "",
         lever="report the error to PyTorch, or keep the operator out with torch.compiler.disable",
     )
-    return _running_eager(gm, graph.id, graph_compiler(graph), reason)
+    return _running_eager(gm, graph.id, graph_compiler(graph), reason, failed=graph)
 
 
-def _running_eager(gm: GraphModule, graph: str, compiler: str, reason: Reason) -> Callable[..., Any]:
-    """Call a graph as it is. Records now that it moved to eager, and in the first call that it ran there."""
+def _running_eager(
+    gm: GraphModule, graph: str, compiler: str, reason: Reason, failed: CapturedGraph | None = None
+) -> Callable[..., Any]:
+    """Call a graph as it is. Records now that it moved to eager, and in the first call that it ran there.
+
+    If it did so because something failed, the first call asks whether it did on all ranks.
+    """
     once = record_eager(graph, compiler, reason)
+    asked = failed is None
+    recorded = current()
+    raised = Once(lambda: recorded.append(Outcome(**_whole(graph), state="raised")))
 
     def run(*args: Any) -> Any:
-        result = gm(*args)
+        nonlocal asked
+        try:
+            if not asked and failed is not None:
+                agree_on_eager(recorded, failed.record, failed.policy, reason, gm, args)
+                asked = True
+            result = gm(*args)
+        except BaseException:
+            raised()
+            raise
         once()
         return result
 

@@ -17,8 +17,7 @@ import torch
 import omnicomp
 from omnicomp._torch.dynamo import control_flow, saving
 from omnicomp._torch.inductor import compile_fx
-from omnicomp.backend.attach_sinks import attach_all
-from omnicomp.backend.capture import CapturedGraph, of_this_process
+from omnicomp.backend.capture import CapturedGraph, attach_all, of_this_process
 from omnicomp.builder.record import replay
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.devices import resolve_device
@@ -28,13 +27,10 @@ from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import SPECS, Policy, parse
 from omnicomp.passes.repairs import Repair
-from omnicomp.privacy import logger
-from omnicomp.runtime.fallback_limit import enforce
-from omnicomp.runtime.fallback_warning import notify
-from omnicomp.timeline import Cache, Capture, Event, PassRun, current
+from omnicomp.runtime.fallback_limit import enforce, notify
+from omnicomp.safety.privacy import logger
+from omnicomp.timeline import Cache, Capture, Event, Outcome, PassRun, current
 from omnicomp.timeline.files import event_from_dict
-
-__all__ = ["Compiled", "SavedGraph", "State", "carried", "hand_over", "put_state", "state_of"]
 
 log = logger("omnicomp")
 
@@ -114,7 +110,7 @@ class SavedCapture:
         """What is kept of a graph."""
         passed = frozenset(str(key).replace("-", "_") for key in graph.capture.options)
         # Inductor's options are in the code by now; a function among them may not pickle.
-        policy = dataclasses.replace(graph.policy, inductor={}, dtype_sample=None)
+        policy = dataclasses.replace(graph.policy, inductor={}, dtype_sample=None, passes=None)
         return cls(
             capture=graph.capture.to_dict(),
             record=graph.record,
@@ -199,6 +195,7 @@ class Compiled(State):
             stack.enter_context(compile_fx.on_artefact_loaded(restored))
             stack.enter_context(restoring(lambda part: graph.context(part, {}), cache=CACHE))
             compiled = saving.unbundle(self.bundle)
+        timeline.append(Outcome(graph=id, state="restored"))
         compiled = enforce(compiled, id, graph.policy)
         notify(id, graph.policy)
         return compiled

@@ -13,8 +13,6 @@ from omnicomp.backend.saved import carried
 from omnicomp.errors import CompilerFaultError, Once
 from omnicomp.timeline import Reason
 
-__all__ = ["checked", "refused"]
-
 
 def refused(plain: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
     """Run a graph eager that writes to inputs that share memory, and returns views of them.
@@ -31,14 +29,7 @@ def refused(plain: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
 def checked(
     compiled: Callable[..., Any], plain: GraphModule, sharing: Sharing, graph: CapturedGraph
 ) -> Callable[..., Any]:
-    """Run the graph eager in the calls whose inputs share memory otherwise than when it was compiled.
-
-    Args:
-        compiled: the graph, compiled.
-        plain: the graph.
-        sharing: how its inputs shared memory.
-        graph: what it belongs to.
-    """
+    """Run the graph eager in the calls whose inputs share memory otherwise than when it was compiled."""
     if not sharing.compared:
         return compiled
     once: Once | None = None

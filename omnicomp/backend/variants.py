@@ -1,12 +1,12 @@
-"""Two variants of one graph, and the choice between them at each call.
+"""Variants of one graph, and the choice between them at each call.
 
-The *assumed* variant is right only where the assumptions hold; the *general* one always. Whichever the first call
-needs is compiled while Dynamo compiles, the other when a call needs it. What Dynamo gets is one callable.
+An *assumed* variant is right only where what was assumed of the inputs holds: a condition, or the classes of masks.
+The *general* one is right always. Whichever the first call needs is compiled while Dynamo compiles, others when a call
+needs them. What Dynamo gets is one callable.
 """
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,10 +17,11 @@ from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.backend.saved import State, state_of
 from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.privacy import logger
+from omnicomp.passes.mask_classes import GENERAL as ANY_MASK
+from omnicomp.passes.mask_classes import MaskClass, usual_name
+from omnicomp.passes.verdicts import Checker, Memo
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason, Speculation, Timeline, current
-
-__all__ = ["ASSUMED", "GENERAL", "PATIENCE", "Checks", "Memo", "Variant", "Variants", "within_sizes"]
 
 log = logger("omnicomp")
 
@@ -30,45 +31,14 @@ GENERAL: Final = "general"
 PATIENCE: Final = 3
 """After so many calls of which none was as assumed, nothing is checked any more."""
 
+# From so many calls of a variant on it is recorded how many there were, whenever there are twice as many.
+_MANY_CALLS: Final = 8
 
-class Memo:
-    """The last result of the checks, valid while the checked tensors are the same objects and were not written to.
+MOST_VARIANTS: Final = 4
+"""How many assumed variants of a graph are compiled at most; other cases are for the general one."""
 
-    A write that torch does not count (through `.data`, by a kernel of the user's, by the replay of a CUDA graph that
-    the user recorded) is not seen; neither would autograd see it. On the CPU, where arrays share memory with tensors
-    and a check costs no wait, nothing is remembered.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[tuple[Any, ...], ...], bool] | None = None
-
-    def recall(self, values: Sequence[Any]) -> bool | None:
-        """The result for these very tensors, or None if it is not known."""
-        last = self._last
-        if last is None or len(last[0]) != len(values):
-            return None
-        same = all(_is_same(known, value) for known, value in zip(last[0], values, strict=True))
-        return last[1] if same else None
-
-    def keep(self, values: Sequence[Any], verdict: bool) -> None:
-        """Remember a result, unless a tensor is on the CPU or has no version counter (inference mode)."""
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if any(value.is_inference() for value in tensors) or all(value.is_cpu for value in tensors):
-            self._last = None
-        else:
-            self._last = (tuple(map(_identity, values)), verdict)
-
-
-def _identity(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, torch.Tensor):
-        return (None, value)
-    return (weakref.ref(value), value._version, value.data_ptr(), value.shape)
-
-
-def _is_same(known: tuple[Any, ...], value: Any) -> bool:
-    if known[0] is None:
-        return bool(known[1] == value)
-    return known[0]() is value and known[1:] == (value._version, value.data_ptr(), value.shape)
+Case = tuple[MaskClass | None, ...]
+"""What a variant assumes: for each assumption the class of the mask, or None where it is a condition that holds."""
 
 
 class Checks:
@@ -83,30 +53,61 @@ class Checks:
         """
         self.assumptions, self.placeholders = tuple(assumptions), tuple(placeholders)
         self._positions = sorted({placeholders.index(name) for item in assumptions for name in item.inputs})
-        self._checks = [
-            (item.check.forward, [self._positions.index(placeholders.index(name)) for name in item.inputs])
-            for item in assumptions
+        self._wanted = [
+            [self._positions.index(placeholders.index(name)) for name in item.inputs] for item in assumptions
         ]
+        self._constants = [constant for item in assumptions for constant in item.constants]
+        self._checker = Checker(assumptions)
         self._memo = Memo()
+
+    @property
+    def assumed(self) -> Case | None:
+        """The case that the assumptions were made for; None if they leave nothing that is assumed."""
+        return _case([item.holds if item.accepts else True for item in self.assumptions])
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """Those of the graph's inputs that the checks read."""
         return [args[position] for position in self._positions]
 
-    def hold(self, args: Sequence[Any]) -> bool:
-        """Check; on an accelerator this waits for the device, unless the same tensors were checked just before.
+    def case(self, args: Sequence[Any]) -> Case | None:
+        """Which case a call is, None for one that only the general variant is right for.
+
+        On an accelerator this waits for the device, unless the verdicts on these tensors are known.
 
         Raises:
             Exception: whatever a check raises.
         """
         values = [args[position] for position in self._positions]
-        known = self._memo.recall(values)
-        if known is not None:
-            return known
-        with torch.no_grad():
-            verdict = all(bool(check(*[values[i] for i in wanted])) for check, wanted in self._checks)
-        self._memo.keep(values, verdict)
-        return verdict
+        read = [*values, *self._constants]
+        known = self._memo.recall(read)
+        if known is None:
+            known = self._checker.verdicts([[values[i] for i in wanted] for wanted in self._wanted])
+            self._memo.keep(read, known)
+        return _case(known)
+
+    def names(self, args: Sequence[Any], case: Case | None) -> list[str]:
+        """What people call the masks of a call, where the classes of a case do not say all of them; else empty texts.
+
+        Raises:
+            Exception: whatever a check raises.
+        """
+        values = self.inputs(args)
+        found: list[str] = []
+        for index, (item, wanted) in enumerate(zip(self.assumptions, self._wanted, strict=True)):
+            known = case[index] if case else None
+            if not item.accepts or (known is not None and known.is_known):
+                found.append("")
+                continue
+            with torch.no_grad():
+                visible, _ = item.check.forward(*[values[i] for i in wanted])
+                found.append(usual_name(visible))
+        return found
+
+
+def _case(verdicts: Sequence[bool | MaskClass | None]) -> Case | None:
+    if any(verdict is False for verdict in verdicts) or all(verdict == ANY_MASK for verdict in verdicts):
+        return None
+    return tuple(verdict if isinstance(verdict, MaskClass) else None for verdict in verdicts)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -114,16 +115,18 @@ class Variant:
     """One variant.
 
     Attributes:
-        name: `assumed` or `general`.
+        name: `assumed`, `assumed2` and so on, or `general`.
         graph: id of its events in the timeline.
         build: compiles it; the argument is whether Dynamo's own compilation of it is over.
         call: the compiled function, or None.
+        calls: how many had it.
     """
 
     name: str
     graph: str
     build: Callable[[bool], Callable[..., Any]] | None
     call: Callable[..., Any] | None = None
+    calls: int = 0
 
 
 class Variants:
@@ -133,28 +136,31 @@ class Variants:
         self,
         *,
         checks: Checks,
-        assumed: Variant,
+        assumed: Mapping[Case, Variant],
         general: Variant,
         eager: Callable[..., Any],
         timeline: Timeline,
         on_cuda: bool,
+        graph: str,
+        another: Callable[[Case, int], Variant] | None = None,
     ) -> None:
         """Set up the choice; nothing is compiled yet.
 
         Args:
             checks: what decides.
-            assumed: the variant for inputs that pass.
+            assumed: the variants for inputs that pass, by case.
             general: the variant for all.
             eager: the graph itself, for a call in which nothing can be compiled.
             timeline: gets the events.
             on_cuda: whether an input is on a CUDA device.
+            graph: the id of the graph.
+            another: makes the variant for one more case, given its number; None if there are to be no more.
         """
-        self._checks, self._assumed, self._general, self._eager = checks, assumed, general, eager
-        self._timeline, self._on_cuda = timeline, on_cuda
+        self._checks, self._assumed, self._general, self._eager = checks, dict(assumed), general, eager
+        self._timeline, self._on_cuda, self._graph, self._another = timeline, on_cuda, graph, another
+        self._order: Callable[[Case, Sequence[Any]], None] | None = None
         self._stopped = self._held = False
         self._failures = 0
-        self._say_held = Once(lambda: self._record("held", ASSUMED))
-        self._say_failed = Once(lambda: self._record("failed", GENERAL))
         self._say_capture = Once(self._record_capture)
         for item in checks.assumptions:
             self._record("assumed", ASSUMED, item)
@@ -163,31 +169,33 @@ class Variants:
         """Compile the variant that the first call will need; called while Dynamo compiles.
 
         Args:
-            inputs: what Dynamo passed to the backend; if it passed fake tensors, the assumed variant is compiled.
+            inputs: what Dynamo passed to the backend; if it passed fake tensors, a variant that is assumed is compiled.
 
         Raises:
             Exception: whatever the compilation raises.
         """
-        variant = self._assumed
-        if not any(map(late_compile.is_fake, self._checks.inputs(inputs))):
+        if any(map(late_compile.is_fake, self._checks.inputs(inputs))):
+            variant = self._variant(self._checks.assumed)
+        else:
             variant = self._choose([late_compile.hinted(value) for value in inputs])
         self._compiled(variant, after_dynamo=False)
 
     def compile_all(self) -> None:
         """Compile what was not compiled yet, for a graph that may be saved; called while Dynamo compiles."""
-        for variant in (self._assumed, self._general):
+        for variant in (*self._assumed.values(), self._general):
             self._compiled(variant, after_dynamo=True)
+        self._another = None
 
     def saved_state(self) -> State:
-        """What it is restored from: the checks, and both variants."""
-        calls = self._assumed.call, self._general.call
-        if calls[0] is None or calls[1] is None:
+        """What it is restored from: the checks, and all variants."""
+        calls = {case: variant.call for case, variant in self._assumed.items()}
+        if self._general.call is None or any(call is None for call in calls.values()):
             raise ValueError("one of its variants is not compiled; compile with options={'speculate': False}")
-        return _SavedVariants(
+        return SavedVariants(
             assumptions=tuple(item.as_text() for item in self._checks.assumptions),
             placeholders=self._checks.placeholders,
-            assumed=state_of(calls[0]),
-            general=state_of(calls[1]),
+            assumed=tuple((case, state_of(call)) for case, call in calls.items() if call is not None),
+            general=state_of(self._general.call),
             on_cuda=self._on_cuda,
         )
 
@@ -202,7 +210,7 @@ class Variants:
             call = self._compiled(variant, after_dynamo=True)
         result = call(*args)
         if not self._stopped:
-            self._note(variant)
+            self._note(variant, args)
         return result
 
     def _choose(self, args: Sequence[Any]) -> Variant:
@@ -210,30 +218,75 @@ class Variants:
             # What is captured is replayed with other values in the same tensors.
             return self._general
         try:
-            return self._assumed if self._checks.hold(args) else self._general
+            case = self._checks.case(args)
+            if self._order is not None and case is not None and case not in self._assumed:
+                self._order(case, args)
+            return self._variant(case)
         except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, and the general variant is right
-            reason = Reason(
-                code="check_failed",
-                by="speculation",
-                sentence=f"the check raised, and the general variant is taken from now on: {first_line(error)}",
-                observed=type(error).__name__,
-                lever="switch it off with options={'speculate': False}, and report the error",
-            )
-            self._stop(reason)
+            self._give_up(error)
             return self._general
+
+    def _give_up(self, error: Exception) -> None:
+        reason = Reason(
+            code="check_failed",
+            by="speculation",
+            sentence=f"the check raised, and the general variant is taken from now on: {first_line(error)}",
+            observed=type(error).__name__,
+            lever="switch it off with options={'speculate': False}, and report the error",
+        )
+        self._stop(reason)
+
+    def _variant(self, case: Case | None) -> Variant:
+        """The variant for a case."""
+        if case is None:
+            return self._general
+        found = self._assumed.get(case)
+        if found is not None:
+            return found
+        with control_flow.compile_lock:
+            if case not in self._assumed:
+                if self._another is None or len(self._assumed) >= MOST_VARIANTS:
+                    return self._general
+                self._assumed[case] = self._another(case, len(self._assumed) + 1)
+            return self._assumed[case]
+
+    def on_new_case(self, order: Callable[[Case, Sequence[Any]], None]) -> None:
+        """Have variants for other cases built elsewhere; until `add` brings one, calls go to the general one.
+
+        Args:
+            order: called with a case that there is no variant for, and a call's arguments; it must not raise.
+        """
+        if any(item.accepts for item in self._checks.assumptions):
+            self._order = order
+
+    def add(self, case: Case, variant: Variant) -> None:
+        """Take a compiled variant; the next call of its case runs it."""
+        with control_flow.compile_lock:
+            if not self._stopped:
+                self._assumed[case] = variant
+                self._record("compiled", variant.name, case=case)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What there are variants for beside the general one."""
+        return tuple(self._assumed)
 
     def _capturing(self) -> bool:
         return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _note(self, variant: Variant) -> None:
+    def _note(self, variant: Variant, args: Sequence[Any]) -> None:
         """Record an outcome the first time that it is seen, and stop checking an assumption that never holds."""
-        if variant is self._assumed:
+        if variant is self._general and self._capturing():
+            return
+        calls = variant.calls = variant.calls + 1
+        if calls == 1:
+            state = "failed" if variant is self._general else "held"
+            self._record(state, variant.name, case=self._case_of(variant), names=self._names(variant, args))
+        elif calls >= _MANY_CALLS and calls.bit_count() == 1:
+            self._record("ran", variant.name, case=self._case_of(variant), calls=calls)
+        if variant is not self._general:
             self._held = True
-            self._say_held()
             return
-        if self._capturing():
-            return
-        self._say_failed()
         self._failures += 1
         if self._failures >= PATIENCE and not self._held:
             reason = Reason(
@@ -249,7 +302,9 @@ class Variants:
             if self._stopped:
                 return
             self._stopped = True
-            self._assumed.build = None  # it holds a copy of the graph
+            self._another = self._order = None  # they hold a copy of the graph
+            for variant in self._assumed.values():
+                variant.build = None
             self._record("stopped", GENERAL, reason=reason)
 
     def _compiled(self, variant: Variant, *, after_dynamo: bool) -> Callable[..., Any]:
@@ -259,8 +314,20 @@ class Variants:
                     return self._compiled(self._general, after_dynamo=after_dynamo)
                 variant.call = variant.build(after_dynamo)
                 variant.build = None
-                self._record("compiled", variant.name)
+                self._record("compiled", variant.name, case=self._case_of(variant))
             return variant.call
+
+    def _names(self, variant: Variant, args: Sequence[Any]) -> list[str]:
+        """What people call the masks of a call whose classes do not say all of them."""
+        try:
+            return self._checks.names(args, self._case_of(variant))
+        except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline; the call has its result
+            self._give_up(error)
+            return []
+
+    def _case_of(self, variant: Variant) -> Case | None:
+        # Another thread may add one meanwhile.
+        return next((case for case, known in tuple(self._assumed.items()) if known is variant), None)
 
     def _record_capture(self) -> None:
         reason = Reason(
@@ -271,12 +338,22 @@ class Variants:
         )
         self._record("captured", GENERAL, reason=reason)
 
-    def _record(self, state: str, variant: str, item: Assumption | None = None, reason: Reason | None = None) -> None:
-        sentence = item.sentence if item else "; ".join(each.sentence for each in self._checks.assumptions)
-        log.info("omni: %s: %s: %s (%s variant)", self._assumed.graph, sentence, state, variant)
+    def _record(
+        self,
+        state: str,
+        variant: str,
+        item: Assumption | None = None,
+        reason: Reason | None = None,
+        case: Case | None = None,
+        names: Sequence[str] = (),
+        calls: int = 0,
+    ) -> None:
+        sentences = [item.sentence] if item else _sentences(self._checks.assumptions, case, names)
+        sentence = "; ".join(dict.fromkeys(sentences))
+        log.info("omni: %s: %s: %s (%s variant)", self._graph, sentence, state, variant)
         self._timeline.append(
             Speculation(
-                graph=self._assumed.graph,
+                graph=self._graph,
                 state=state,
                 variant=variant,
                 sentence=sentence,
@@ -284,29 +361,62 @@ class Variants:
                 saves=item.saves if item else "",
                 source=item.source if item else "",
                 reason=reason,
+                calls=calls,
             )
         )
 
 
+def _sentences(assumptions: Sequence[Assumption], case: Case | None, names: Sequence[str]) -> list[str]:
+    """What is assumed, with the classes of masks where they are known, and what people call these masks."""
+    found: list[str] = []
+    for index, item in enumerate(assumptions):
+        known, name = case[index] if case else None, names[index] if names else ""
+        words = [*([str(known)] if known is not None else []), *([name] if name else [])]
+        found.append(": ".join([item.sentence, *([" (".join(words) + ")" * (len(words) - 1)] if words else [])]))
+    return found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _SavedVariants(State):
+class SavedVariants(State):
+    """What variants are restored from.
+
+    Attributes:
+        assumptions: what they are chosen by.
+        placeholders: the names of the graph's inputs.
+        assumed: the variants by case.
+        general: the one for all.
+        on_cuda: whether an input is on a CUDA device.
+    """
+
     assumptions: tuple[Assumption, ...]
     placeholders: tuple[str, ...]
-    assumed: State
+    assumed: tuple[tuple[Case, State], ...]
     general: State
     on_cuda: bool
 
     def restore(self, id: str) -> Callable[..., Any]:
+        """The choice among them."""
         other = f"{id}:{GENERAL}"
-        assumed, general = self.assumed.restore(id), self.general.restore(other)
+        assumed: dict[Case, Variant] = {}
+        for number, (case, state) in enumerate(self.assumed, 1):
+            name = variant_name(number)
+            graph = id if number == 1 else f"{id}:{name}"
+            assumed[case] = Variant(name=name, graph=graph, build=None, call=state.restore(graph))
+        general = self.general.restore(other)
         return Variants(
             checks=Checks(self.assumptions, self.placeholders),
-            assumed=Variant(name=ASSUMED, graph=id, build=None, call=assumed),
+            assumed=assumed,
             general=Variant(name=GENERAL, graph=other, build=None, call=general),
             eager=general,
             timeline=current(),
             on_cuda=self.on_cuda,
+            graph=id,
         ).__call__
+
+
+def variant_name(number: int) -> str:
+    """The name of an assumed variant: `assumed`, then `assumed2` and so on."""
+    return ASSUMED if number == 1 else f"{ASSUMED}{number}"
 
 
 def within_sizes(

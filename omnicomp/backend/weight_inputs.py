@@ -17,22 +17,12 @@ from omnicomp.errors import Once
 from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.passes.dtypes.weights import Lifted, lift_casts
 from omnicomp.timeline import Weights, current
-from omnicomp.weights.cast_copies import Copies
-from omnicomp.weights.forms import Form
-
-__all__ = ["WeightInputs", "lift_weights"]
+from omnicomp.weights.cast_copies import Copies, Form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightInputs:
-    """A graph that takes parameters as they were cast once.
-
-    Attributes:
-        module: the graph, without the casts.
-        inputs: what it is compiled with.
-        lifted: which casts it is without; None if it has all of them.
-        graph: id of the graph.
-    """
+    """A graph that takes parameters as they were cast once."""
 
     module: GraphModule
     inputs: Sequence[Any]
@@ -45,13 +35,7 @@ class WeightInputs:
 
 
 def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> WeightInputs:
-    """Take the casts of parameters out of a graph, where the policy and the graph allow that.
-
-    Args:
-        module: a Dynamo graph behind the passes.
-        inputs: real or fake tensors and symbolic sizes, one a placeholder.
-        graph: what it belongs to.
-    """
+    """Take the casts of parameters out of a graph, where the policy and the graph allow that."""
     unchanged = WeightInputs(module=module, inputs=inputs, lifted=None, graph=graph.id)
     policy = parse_dtype_policy(graph.policy.dtype_policy)
     once = policy.changes and policy.weights == "once"

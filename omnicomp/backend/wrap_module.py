@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from omnicomp.devices import resolve_device
-from omnicomp.devices.base import move_module
+from omnicomp.devices.base import move_module, prepared
 from omnicomp.errors import OptionError
-
-__all__ = ["WrappedModule", "wrap_module"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -32,7 +30,7 @@ class WrappedModule(nn.Module):
         self.register_state_dict_post_hook(_without_tag)
         self.register_load_state_dict_pre_hook(_with_tag)
         self.train(module.training)
-        self.compile(backend="omni", options=dict(options))
+        self.compile(backend="omni", options={**options, "tag": tag})
 
     @property
     def wrapped(self) -> nn.Module:
@@ -60,6 +58,7 @@ def wrap_module(
     *,
     device: str | None = None,
     options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> WrappedModule:
     """Compile one module: by overrides, by what compiles for its device, else eager.
 
@@ -68,10 +67,12 @@ def wrap_module(
 
     Args:
         module: what to run; it is changed by what `Device.prepare` changes for its device, and keeps its parameters.
-        tag: a name without dots: of the module in the audit (its children are `tag.child`), and what an override with
-            `module="tag"` and a rule on module paths match. The name of the class in lower case by default.
+        tag: a name without dots: of the module in the audit (its children are `tag.child`) and in the three-level
+            timeline, and what an override with `module="tag"` and a rule on module paths match. The name of the class
+            in lower case by default.
         device: a device to move the module to and to require; None takes that of its first parameter.
         options: omnicomp's, as for `torch.compile(..., options=...)`.
+        config: what the device's `prepare` is told of how the module will be used; omnicomp reads nothing of it.
 
     Returns:
         A module with the same parameters, buffers, `state_dict` and attributes.
@@ -87,7 +88,7 @@ def wrap_module(
     target = resolve_device(device or (parameter.device.type if parameter is not None else "cpu"))
     if device is not None:
         module = move_module(module, torch.device(device))
-    return WrappedModule(target.prepare(module), name, options or {})
+    return WrappedModule(prepared(target, module, config or {}), name, options or {})
 
 
 def _without_tag(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -12,8 +12,6 @@ from omnicomp.builder.partition import Piece
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.timeline import Boundary
 
-__all__ = ["boundaries"]
-
 _CONVERSIONS: Final = ("aten._to_copy.", "prims.convert_element_type.", "prims.device_put.")
 _COPIES: Final = ("aten.clone.", "aten.copy.", "aten.contiguous.")
 

@@ -13,11 +13,9 @@ from typing import Any, Final
 
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.compile_fx import cache_dir
+from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.lowerings.base import KeyParts
-from omnicomp.store import JsonStore
 from omnicomp.timeline import Cache, Reason
-
-__all__ = ["STORE", "changes", "verdict"]
 
 Parts = Mapping[str, tuple[str, str]]
 

@@ -21,22 +21,24 @@ from omnicomp.analysis.layouts import Layout
 from omnicomp.errors import first_line
 from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
+from omnicomp.runtime.announced_inputs import announce
 from omnicomp.runtime.guard import Boxed, Guard, obstacle, recorded_as_cudagraph
 from omnicomp.runtime.verify import Verifier
 from omnicomp.timeline import Reason
-
-__all__ = ["HELD_BYTES", "dump_graph", "dumps", "guard", "guard_call", "load_graph", "load_layout", "verifier"]
 
 # Values saved for a backward are held until its call has returned, up to this size, so that it can be repeated.
 HELD_BYTES = 64 * 2**20
 
 
-def dumps(module: GraphModule, inputs: Sequence[Any], *, verified: bool = False) -> bytes:
+def dumps(
+    module: GraphModule, inputs: Sequence[Any], *, held: Sequence[Any] | None = None, verified: bool = False
+) -> bytes:
     """A post-autograd graph as text, made before Inductor gets it; equal for equal graphs.
 
     Args:
         module: the graph; it is copied.
-        inputs: fake tensors and symbolic sizes that would be held for a call to be repeated.
+        inputs: fake tensors and symbolic sizes.
+        held: those of them that would be held for a call to be repeated; all of them if left out.
         verified: whether calls are to be verified, for which the graph is read at each start.
 
     Returns:
@@ -48,7 +50,8 @@ def dumps(module: GraphModule, inputs: Sequence[Any], *, verified: bool = False)
     reason, body = obstacle(module), ""
     head: dict[str, Any] = {
         "inputs": [str(node.target) for node in module.graph.find_nodes(op="placeholder")],
-        "bytes": str(size_of(inputs)[0]),
+        "announced": announce(inputs),
+        "bytes": str(size_of(inputs if held is None else held)[0]),
         "operators": user_operators(module),
     }
     if verified:
@@ -87,6 +90,15 @@ def dump_graph(module: GraphModule) -> str:
         },
         sort_keys=True,
     )
+
+
+def announced(kept: bytes) -> list[list[Any]]:
+    """The inputs of a restored artefact as they were when it was built.
+
+    Args:
+        kept: the result of `dumps`, or nothing.
+    """
+    return json.loads(kept.partition(b"\n")[0] or b"{}").get("announced", [])
 
 
 def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: bool) -> Guard:

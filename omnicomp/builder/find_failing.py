@@ -16,13 +16,11 @@ from torch.fx import Node
 
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.failures import kind_of
-from omnicomp.analysis.exact_hash import exact_hash
+from omnicomp.analysis.hashes import exact_hash
 from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.errors import first_line
 from omnicomp.lowerings import MAIN
 from omnicomp.timeline import Reason
-
-__all__ = ["Prober", "Verdict", "find_failing", "refused_by"]
 
 Build = Callable[[Sequence[Node]], Exception | None]
 """Tries to build a run of nodes; returns the exception, or None if it worked."""

@@ -15,14 +15,12 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
+from omnicomp._torch.inductor.store import JsonStore, append, folder, note_use, read_trusted
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
-from omnicomp.analysis.exact_hash import exact_hash
-from omnicomp.forks import new_lock
+from omnicomp.analysis.hashes import exact_hash
 from omnicomp.lowerings import MAIN, LoweringContext
-from omnicomp.store import JsonStore, append, folder, read_trusted
+from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Cache, Reason
-
-__all__ = ["CACHE", "STORE", "Entry", "PartVerdicts", "entries", "forget", "wrong_code"]
 
 CACHE: Final = "verdicts"
 # A process does not use its own entries: a fault may have been repaired in it meanwhile.
@@ -224,6 +222,7 @@ def _mark_wrong(key: str) -> str:
     try:
         if key not in (read_trusted(path).decode() if path.exists() else ""):
             append(path, f"{key}\n")
+        note_use(path)
     except (OSError, UnicodeError) as error:
         return f"{path} can't be written: {error}"
     return ""
@@ -238,6 +237,7 @@ def wrong_code() -> str:
         found = read_trusted(folder() / "wrong")
     except OSError:
         return ""  # nothing was found, or nothing can be known
+    note_use(folder() / "wrong")
     return hashlib.sha256(found).hexdigest()[:16]
 
 

@@ -15,10 +15,9 @@ from omnicomp.builder.record import PartRecord
 from omnicomp.errors import Once, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.timeline import Ran, Reason
-from omnicomp.timeline.step_down import record_step_down
-
-__all__ = ["run_eagerly"]
+from omnicomp.runtime.ranks import agree
+from omnicomp.timeline import Outcome, Ran, Reason
+from omnicomp.timeline.recorder import record_step_down
 
 
 def run_eagerly(
@@ -67,9 +66,15 @@ def run_eagerly(
         context.timeline.append(Ran(**where, lowering="eager", evidence=evidence, kernels=kernels))
 
     once = Once(ran)
+    raised = Once(lambda: context.timeline.append(Outcome(**where, state="raised")))
 
     def call(arguments: list[Any]) -> Sequence[Any]:
-        outputs = built.call(arguments)
+        try:
+            agree(context, can_follow=True)
+            outputs = built.call(arguments)
+        except BaseException:
+            raised()
+            raise
         once()
         return outputs
 

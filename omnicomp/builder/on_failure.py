@@ -11,16 +11,14 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.dynamo.control_flow import compile_lock
 from omnicomp._torch.inductor import repro_script
+from omnicomp._torch.inductor.store import folder, write_whole
 from omnicomp.analysis.nodes import op_name
 from omnicomp.builder.find_failing import Verdict
 from omnicomp.builder.known_failures import Entry, PartVerdicts
 from omnicomp.builder.partition import extract
 from omnicomp.errors import first_line
 from omnicomp.lowerings import LoweringContext
-from omnicomp.store import folder, write_whole
 from omnicomp.timeline import Reason
-
-__all__ = ["FOLDER", "PartFailures", "write_script"]
 
 FOLDER: Final = "repro"
 

@@ -11,21 +11,25 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.autograd.early_writes import write_early
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
-from omnicomp._torch.inductor.autotuning import failure_of_autotuning, not_kept, without_autotuning
 from omnicomp._torch.inductor.cache_entry import is_bundled
-from omnicomp._torch.user_code import user_operators
+from omnicomp._torch.inductor.failures import failure_of_autotuning, not_kept, without_autotuning
+from omnicomp._torch.repairs import checked_sizes
+from omnicomp._torch.user_code import may_raise, user_operators
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
+from omnicomp.builder.early_regions import EarlyRegions, InlinedPart, settle
 from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused_by
 from omnicomp.builder.last_resort import run_eagerly
 from omnicomp.builder.on_failure import PartFailures
 from omnicomp.builder.partition import Piece, extract, gather_getitems, stitching
 from omnicomp.builder.placement import Plan, Run, left_for_overrides, place, taken_together
 from omnicomp.builder.record import PartRecord, emit_cudagraphs_off
+from omnicomp.builder.regions import Shared, left_whole, share_regions
 from omnicomp.builder.stitched_artefact import keep
 from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import MAIN, Executable, Lowering, LoweringContext, in_order, lowering
@@ -33,26 +37,28 @@ from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
 from omnicomp.lowerings.overrides.late import LateOverrides, can_restart, left_for, raise_late, too_late
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
-from omnicomp.options.engine_names import engine_names
+from omnicomp.options.checks import engine_names
 from omnicomp.options.policy import VERIFYING
-from omnicomp.runtime.guard import Guard, drawing_devices, obstacle, recorded_as_cudagraph
+from omnicomp.runtime.announced_inputs import announce
+from omnicomp.runtime.guard import Guard, beside_collectives, drawing_devices, obstacle, recorded_as_cudagraph
 from omnicomp.runtime.verify import Verifier
 from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import NodePlacement, Reason
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump, dump_placement
-from omnicomp.timeline.step_down import record_step_down
-
-__all__ = ["build_part"]
+from omnicomp.timeline.recorder import record_step_down
 
 
-def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Any:
+def build_part(
+    module: GraphModule, inputs: Sequence[Any], context: LoweringContext, regions: EarlyRegions | Reason | None = None
+) -> Any:
     """Build a forward, backward or inference graph.
 
     Args:
         module: the graph, with `meta["val"]` on its nodes; owned by this function.
         inputs: fake tensors and symbolic sizes.
         context: what the lowerings may know.
+        regions: what of the Dynamo graph was made calls of one body, or why nothing could be.
 
     Returns:
         A boxed callable; Inductor's own compiled graph where everything went to Inductor.
@@ -62,9 +68,18 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
     """
     plain = module
     try:
+        if checked_sizes.NEEDED.here:
+            checked_sizes.check_sizes(module.graph)
+        if context.part != "backward":
+            only_eager = set(context.policy.lowerings) <= {"eager", "override"}
+            write_early(module.graph, (lambda _: True) if only_eager else may_raise)
+        inlined = regions.inlined(module) if isinstance(regions, EarlyRegions) else None
+        if inlined is not None:
+            module = inlined.module
         # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
         plain = copy_module(module, lazy=True)
-        return _Builder(module, inputs, context).build(plain)
+        unshared = regions if isinstance(regions, Reason) else None
+        return _Builder(module, inputs, context, inlined, unshared).build(plain)
     except CONTROL_FLOW:
         raise
     except Exception as error:
@@ -78,8 +93,16 @@ def build_part(module: GraphModule, inputs: Sequence[Any], context: LoweringCont
 class _Builder:
     """State of one build: nodes that were cut, pieces that are built, and the number of builds left."""
 
-    def __init__(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        context: LoweringContext,
+        inlined: InlinedPart | None,
+        unshared: Reason | None,
+    ) -> None:
         self._module = module
+        self._inlined = inlined
         self._inputs = inputs
         self._context = context
         self._lowerings = in_order(context.policy.lowerings, context.device.lowerings)
@@ -91,6 +114,8 @@ class _Builder:
         self._tunes = True
         self._gave_up = False  # a compiler other than Inductor
         self._built: dict[tuple[str, ...], tuple[Executable, float]] = {}
+        self._shared: dict[tuple[str, ...], Shared] = {}
+        self._unshared = unshared  # why a whole part is built without regions
         self._asked: set[str] = set()  # nodes for which overrides were asked
         self._declined: list[NodePlacement] = []
 
@@ -113,7 +138,9 @@ class _Builder:
             keep(call, code, (), record, self._inputs, self._context, failed=False)
             return call
         while plan.whole:
+            shared = None
             try:
+                shared = self._share(record)
                 return self._build_whole(record, plain)
             except CONTROL_FLOW:
                 raise
@@ -123,9 +150,29 @@ class _Builder:
                 self._declined.clear()
                 self._override()
                 gather_getitems(self._module)
-                plan = self._narrow(self._place().runs[0], error)
+                plan = self._place()
+                if shared is None or shared.calls:
+                    self._unshared = left_whole(f"the build failed: {first_line(error)}")
+                else:
+                    plan = self._narrow(plan.runs[0], error)
                 record = self._record(plan)
         return self._build_pieces(plan)
+
+    def _share(self, record: PartRecord) -> Shared:
+        """Rewrite a part that is one Inductor graph so that what repeats in it is built once."""
+        calling = None if self._inlined is None else self._inlined.calls_for(self._module)
+        if self._inlined is not None and self._unshared is None and calling is not None:
+            self._module, shared = calling, self._inlined.shared
+            record.share(shared)
+            return shared
+        if self._inlined is not None:
+            settle(self._module)
+        if self._unshared is None:
+            shared = share_regions(self._module, self._context)
+        else:
+            shared = Shared(left_whole=self._unshared)
+        record.share(shared)
+        return shared
 
     def _record(self, plan: Plan, pieces: Sequence[Piece] = ()) -> PartRecord:
         names = [each.name for each in self._lowerings]
@@ -204,6 +251,7 @@ class _Builder:
             verifier=self._verifier(plain, self._inputs, subgraph, MAIN.name),
             calls=record.calls(0),
             repeatable=obstacle(plain) is None,
+            announced=announce(self._inputs),
         )
         result.install(wrapped.first, wrapped.later)
         if why:
@@ -250,7 +298,9 @@ class _Builder:
             inputs=names,
             build=lambda: EagerLowering().lower(put_references(copy_module(module)), inputs, context),
             overwritten=result.overwritten & set(names),
-            obstacle=recorded_as_cudagraph(context.part_id) if recorded else obstacle(module, context.part),
+            obstacle=recorded_as_cudagraph(context.part_id)
+            if recorded
+            else obstacle(module, context.part) or beside_collectives(self._module),
             draws=drawing_devices(module),
             operators=user_operators(module),
             context=context,
@@ -333,6 +383,8 @@ class _Builder:
         return None
 
     def _build_pieces(self, plan: Plan) -> Any:
+        if self._inlined is not None:
+            settle(self._module)
         while True:
             gather_getitems(self._module)
             plan = self._place()
@@ -342,6 +394,8 @@ class _Builder:
                 break
             self._narrow(*failure)
         record = self._record(plan, pieces)
+        for index, run in enumerate(plan.runs):
+            record.share(self._shared[_key(run.lowering, run.nodes)], index)
         if compile_fx.disable_cudagraphs(self._context.inductor_kwargs):
             emit_cudagraphs_off(self._context)
         results = [self._built[_key(run.lowering, run.nodes)] for run in plan.runs]
@@ -352,6 +406,7 @@ class _Builder:
         wrapped: list[Wrapped] = []
         for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
             subgraph, guard, verifier = record.subgraph_id(index), None, None
+            announced: list[list[Any]] = []
             if result.lowering != "eager":
                 piece = extract(self._module, run.nodes)  # the first was the lowering's to change
                 if self._context.policy.on_error != "raise":
@@ -359,6 +414,7 @@ class _Builder:
                     held = [fake_value(node) for node in piece.inputs if backward or node.op != "placeholder"]
                     guard = self._guard(piece.module, piece.fake_inputs, subgraph, result, held)
                 verifier = self._verifier(piece.module, piece.fake_inputs, subgraph, result.lowering)
+                announced = announce(piece.fake_inputs)
             wrapped.append(
                 wrap(
                     result,
@@ -369,6 +425,7 @@ class _Builder:
                     verifier=verifier,
                     calls=record.calls(index),
                     repeatable=repeatable,
+                    announced=announced,
                 )
             )
         code = stitching(self._module, pieces)
@@ -409,10 +466,21 @@ class _Builder:
         return None
 
     def _build_piece(self, builder: Lowering, piece: Piece, nodes: Sequence[Node], subgraph: str = "") -> None:
-        start = time.perf_counter()
+        start, key = time.perf_counter(), _key(builder.name, nodes)
+        shared = None
         with self._building(builder, subgraph, len(nodes)), self._tuning():
-            result = builder.lower(piece.module, piece.fake_inputs, self._context)
-        self._built[_key(builder.name, nodes)] = (result, time.perf_counter() - start)
+            try:
+                shared = share_regions(piece.module, self._context) if builder is MAIN and subgraph else Shared()
+                result = builder.lower(piece.module, piece.fake_inputs, self._context)
+            except CONTROL_FLOW:
+                raise
+            except Exception as error:
+                if shared is not None and not shared.calls:
+                    raise
+                shared = Shared(left_whole=left_whole(f"the build failed: {first_line(error)}"))
+                piece = extract(self._module, nodes)
+                result = builder.lower(piece.module, piece.fake_inputs, self._context)
+        self._built[key], self._shared[key] = (result, time.perf_counter() - start), shared
 
 
 def _untunable(error: BaseException) -> Reason:

@@ -13,9 +13,6 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.symbols import free_symbols
 from omnicomp.analysis.nodes import fake_value
 
-__all__ = ["Piece", "Stitching", "extract", "gather_getitems", "stitching"]
-
-
 Call = Callable[[list[Any]], Sequence[Any]]
 
 

@@ -24,8 +24,6 @@ from omnicomp.lowerings.overrides.rewrite import REFUSED
 from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["Plan", "Run", "left_for_overrides", "place", "taken_together"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:

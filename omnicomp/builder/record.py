@@ -16,14 +16,16 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp.analysis.collectives import collectives_of
 from omnicomp.analysis.costs import cost_of, hint_of_text, size_of
+from omnicomp.analysis.hashes import stable_identity
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line
-from omnicomp.analysis.stable_identity import stable_identity
 from omnicomp.builder import eager_artefact
 from omnicomp.builder.boundaries import boundaries
 from omnicomp.builder.cache_keys import verdict
 from omnicomp.builder.partition import Piece
 from omnicomp.builder.placement import Plan
+from omnicomp.builder.regions import Shared
 from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.inductor import whole_executable
 from omnicomp.lowerings.override import PlannedCall, override_of, planned, planned_call
@@ -44,9 +46,7 @@ from omnicomp.timeline import (
     Subgraph,
 )
 from omnicomp.timeline.files import event_from_dict
-from omnicomp.timeline.text import common_path, distinct
-
-__all__ = ["PartRecord", "emit_cudagraphs_off", "emit_ran", "read_record", "replay"]
+from omnicomp.timeline.reasons import common_path, distinct
 
 _SHOWN: Final = 8
 _UNRECORDED: Final = ("graph", "time", "seq", "schema")
@@ -86,6 +86,7 @@ class PartRecord:
             nodes=plan.counts,
             declined=(*refused, *plan.declined),
             note=self._note(plan),
+            collectives=collectives_of(module),
         )
         self._declined = {node.node for node in plan.declined}
         self._unfit = {(placed.node, placed.op): placed.chain for placed in refused}
@@ -100,6 +101,14 @@ class PartRecord:
     def subgraph_id(self, index: int) -> str:
         """Id of a subgraph of this part."""
         return f"{self._context.part_id}.{index}"
+
+    def share(self, shared: Shared, index: int = 0) -> None:
+        """Note what of a subgraph is built once."""
+        id = self.subgraph_id(index)
+        self._subgraphs = [
+            dataclasses.replace(row, repeats=shared.calls, left_whole=shared.left_whole) if row.subgraph == id else row
+            for row in self._subgraphs
+        ]
 
     def dumps(self) -> str:
         """The record as text for the artefact."""
@@ -362,7 +371,17 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any, cache
         emit_ran(context, subgraphs, result, observer)
 
     # What the graph writes to is not known here, so that a forward can't be given up.
-    wrapped = wrap(result, context, subgraph, emit, guard=guard, verifier=verifier, calls=overrides, repeatable=False)
+    wrapped = wrap(
+        result,
+        context,
+        subgraph,
+        emit,
+        guard=guard,
+        verifier=verifier,
+        calls=overrides,
+        repeatable=False,
+        announced=eager_artefact.announced(kept.fallback),
+    )
     compile_fx.call_first(compiled, wrapped.first, wrapped.later)
 
 

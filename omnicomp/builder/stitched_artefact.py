@@ -31,8 +31,6 @@ from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import Cache, Subgraph
 
-__all__ = ["keep", "restoring"]
-
 # What these lowerings call is the generated code of the graph.
 _AS_TEXT: Final = ("eager", "override")
 _FAILED: Final = "a compiler failed on some of it, which is looked up or found out in each process"
@@ -108,7 +106,9 @@ def _artefact(
             from_outside = context.part != "backward"
             held = [fake_value(node) for node in piece.inputs if not (from_outside and node.op == "placeholder")]
             verified = result.lowering == MAIN.name and context.policy.verify in VERIFYING
-            data["fallback"] = eager_artefact.dumps(piece.module, held, verified=verified).decode()
+            data["fallback"] = eager_artefact.dumps(
+                piece.module, piece.fake_inputs, held=held, verified=verified
+            ).decode()
         pieces.append(data)
     content = {
         "part": context.part,
@@ -210,7 +210,17 @@ def _wrapped(
 
     # What the graph writes to is not known here, so that a forward can't be given up.
     id = f"{context.part_id}.{index}"
-    return wrap(result, context, id, emit, guard=guard, verifier=verifier, calls=calls, repeatable=False)
+    return wrap(
+        result,
+        context,
+        id,
+        emit,
+        guard=guard,
+        verifier=verifier,
+        calls=calls,
+        repeatable=False,
+        announced=eager_artefact.announced(kept),
+    )
 
 
 def _with_references(run: Call, calls: Sequence[PlannedCall]) -> Call:

@@ -1,7 +1,7 @@
-"""The command line: `omnicomp run`, `audit`, `diff`, `check`, `bisect`, `doctor`, `bringup`, `conformance`.
+"""The command line: `omnicomp run`, `audit`, `diff`, `check`, `verify`, `bisect`, `cache`, `doctor` and others.
 
-Exit status: 0 if all is well, 1 if the user's program failed or something needed is missing, 2 for bad input. A
-program that ends itself keeps its own status.
+Exit status: 0 if all is well, 1 if the user's program failed or something needed is missing, 2 for bad input,
+3 if a timeline tells of something that has no end. A program that ends itself keeps its own status.
 """
 
 import sys
@@ -12,10 +12,11 @@ import typer
 from typer.core import TyperCommand
 
 from omnicomp.audit.views import VIEWS
-from omnicomp.cli.output import emit
+from omnicomp.audit.views.layout import fitted
+from omnicomp.cli.output import emit, number
 from omnicomp.errors import OmnicompError
-from omnicomp.escapes import one_line
-from omnicomp.privacy import cleaner
+from omnicomp.safety.escapes import one_line
+from omnicomp.safety.privacy import cleaner
 
 __all__ = ["app", "main"]
 
@@ -114,11 +115,13 @@ def audit_command(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto to this file.")] = None,
     source: Annotated[bool, typer.Option(help="Lines of source in the HTML page.")] = True,
+    full: Annotated[bool, typer.Option("--full", help="Every row, and tables of passes, options and caches.")] = False,
 ) -> None:
     """Make an audit from a timeline file."""
     from omnicomp.cli.audit import run_audit
 
     views: dict[str, Any] = {"tree": tree, "by": by, "question": why, "trace": trace, "excerpts": source}
+    views["full"] = full
     run_audit(timeline, format=format, output=output, **views)
 
 
@@ -129,16 +132,19 @@ def diff_command(
     format: Annotated[str | None, typer.Option(help="text, json, markdown or summary; text if not told.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
     time_threshold: Annotated[
-        float | None, typer.Option(metavar="PERCENT", help="Growth of a time that is a difference; none if not told.")
+        str | None, typer.Option(metavar="PERCENT", help="Growth of a time that is a difference; none if not told.")
     ] = None,
     memory_threshold: Annotated[
-        float | None, typer.Option(metavar="PERCENT", help="Growth of memory that is one, likewise.")
+        str | None, typer.Option(metavar="PERCENT", help="Growth of memory that is one, likewise.")
     ] = None,
 ) -> None:
     """Say what differs between two runs; the exit status is 0 if nothing does, and else 1."""
     from omnicomp.cli.diff import run_diff
 
-    limits = {"time_percent": time_threshold, "memory_percent": memory_threshold}
+    limits = {
+        "time_percent": number("--time-threshold", time_threshold, float, "a percentage", "20"),
+        "memory_percent": number("--memory-threshold", memory_threshold, float, "a percentage", "20"),
+    }
     raise typer.Exit(run_diff(before, after, format=format, output=output, **limits))
 
 
@@ -149,30 +155,44 @@ def check_command(
         Path | None, typer.Option(metavar="OLD", help="Likewise; only what it does not have counts.")
     ] = None,
     max_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="How many operators may run eager; 0 if no bound is told.")
+        str | None, typer.Option(metavar="N", help="How many operators may run eager; 0 if no bound is told.")
     ] = None,
     max_flops_share: Annotated[
-        float | None, typer.Option(metavar="F", help="Which part of the FLOPs they may have, such as 0.01.")
+        str | None, typer.Option(metavar="F", help="Which part of the FLOPs they may have, such as 0.01.")
     ] = None,
     allow: Annotated[
         list[str] | None, typer.Option(metavar="SELECTOR", help="Operators and modules that don't count.")
     ] = None,
+    allow_unfinished: Annotated[
+        bool, typer.Option("--allow-unfinished", help="Pass a run that was killed, or of which a part never ran.")
+    ] = False,
     format: Annotated[str | None, typer.Option(help="text, markdown, github, junit or json; text if not told.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
 ) -> None:
-    """Judge what fell back to eager; the exit status is 0 within the budget, and 1 over it."""
+    """Judge what fell back to eager; the exit status is 0 within the budget, 1 over it, and 3 if the run has no end."""
     from omnicomp.cli.check import run_check
 
     code = run_check(
         report,
         baseline=baseline,
-        max_nodes=max_nodes,
-        max_flops_share=max_flops_share,
+        max_nodes=number("--max-nodes", max_nodes, int, "a number of operators", "0"),
+        max_flops_share=number("--max-flops-share", max_flops_share, float, "a part from 0 to 1", "0.3 for 30 %"),
         allow=allow or (),
+        allow_unfinished=allow_unfinished,
         format=format,
         output=output,
     )
     raise typer.Exit(code)
+
+
+@app.command("verify")
+def verify_command(
+    timeline: Annotated[Path, typer.Argument(help="A timeline of a run with the option certify.")],
+) -> None:
+    """Check again what passes changed; the exit status is 0 if all of it holds, and else 1."""
+    from omnicomp.cli.verify import run_verify
+
+    raise typer.Exit(run_verify(timeline))
 
 
 @app.command("bisect")
@@ -186,7 +206,7 @@ def bisect_command(
     if forget:
         emit(forget_known(script))
     elif script is None:
-        emit(list_known())
+        emit(fitted(list_known()))
     else:
         raise typer.Exit(run_script(script, lambda line: emit(f"{line}\n")))
 
@@ -202,13 +222,14 @@ def doctor_command(
     enable_simulated(device)
     found = examine(device)
     status = 1 if any(check.status == "missing" for check in found) else 0
-    raise typer.Exit(emit(to_json(found) if json else to_text(found), status=status))
+    raise typer.Exit(emit(to_json(found) if json else fitted(to_text(found)), status=status))
 
 
 @app.command("bringup")
 def bringup_command(
     model: Annotated[
-        str, typer.Argument(help="bert, llama, vit, t5, resnet, or file.py:function that returns a module and inputs.")
+        str,
+        typer.Argument(help="bert, llama, vit, t5, resnet, unet, or file.py:function of a module and inputs."),
     ],
     device: Annotated[str, typer.Option(help="The device type.")],
     json: Annotated[Path | None, typer.Option(help="Write the table to this JSON file.")] = None,
@@ -241,6 +262,63 @@ def conformance_command(
 
     code = run_conformance(device, quick=quick, setup=setup, operators=operators, groups=group, json=json)
     raise typer.Exit(code)
+
+
+cache_app = typer.Typer(no_args_is_help=True, help="Files of artefacts, and the cache folders that they are made of.")
+app.add_typer(cache_app, name="cache")
+_File = Annotated[Path, typer.Argument(metavar="FILE", help="The file of artefacts.")]
+_MaybeFile = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A file of artefacts; else this machine.")]
+
+
+@cache_app.command("export")
+def cache_export_command(file: _File) -> None:
+    """Write all that the cache folders hold to one file."""
+    from omnicomp.cli.cache import export_file
+
+    emit(export_file(file))
+
+
+@cache_app.command("import")
+def cache_import_command(file: _File) -> None:
+    """Fill the cache folders from a file; the exit status is 1 if it was made for something else."""
+    from omnicomp.cli.cache import import_file
+
+    text, missed = import_file(file)
+    raise typer.Exit(emit(text, status=int(missed)))
+
+
+@cache_app.command("list")
+def cache_list_command(file: _MaybeFile = None) -> None:
+    """List the entries of a file, or of the cache folders."""
+    from omnicomp.cli.cache import list_entries
+
+    emit(list_entries(file))
+
+
+@cache_app.command("info")
+def cache_info_command(file: _MaybeFile = None) -> None:
+    """Say what a file was made for and whether it fits here, or where the cache folders are and how full."""
+    from omnicomp.cli.cache import describe
+
+    emit(describe(file))
+
+
+@cache_app.command("prune")
+def cache_prune_command(
+    days: Annotated[str | None, typer.Option(metavar="N", help="Remove what was not used for N days.")] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option(metavar="N", help="Remove what was not used for the longest time, until N are left.")
+    ] = None,
+) -> None:
+    """Remove files of the cache folders; what is needed again is compiled again."""
+    from omnicomp.cli.cache import prune
+
+    emit(
+        prune(
+            number("--days", days, float, "a number of days", "30"),
+            number("--max-bytes", max_bytes, int, "a number of bytes", "10000000000"),
+        )
+    )
 
 
 new_app = typer.Typer(no_args_is_help=True, help="Write a package to start from.")

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor.own_context import values_of
 from omnicomp._torch.inductor.repro_script import load_script, without_cache
+from omnicomp._torch.inductor.store import folder
 from omnicomp.analysis.accuracy import copy_of
 from omnicomp.analysis.layouts import layout_of, restride
 from omnicomp.analysis.nodes import op_name
@@ -20,16 +21,13 @@ from omnicomp.builder.on_failure import write_script
 from omnicomp.builder.partition import extract, gather_getitems
 from omnicomp.devices import primary_device
 from omnicomp.errors import LoweringError, OmnicompError, first_line
-from omnicomp.escapes import one_line
 from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.options.policy import Policy
-from omnicomp.privacy import cleaner
 from omnicomp.runtime.verify import Verifier
-from omnicomp.store import folder
+from omnicomp.safety.escapes import one_line
+from omnicomp.safety.privacy import cleaner
 from omnicomp.timeline import Timeline
-
-__all__ = ["forget_known", "list_known", "run_script"]
 
 # A person waits for it, and wants it to the end.
 _BUILDS: Final = 500

@@ -1,5 +1,6 @@
 """`omnicomp bringup`: every distinct operator of a model on a device, and what to write next."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,6 @@ from rich.console import Console
 
 from omnicomp.cli.output import check_writable, write
 from omnicomp.testing.bringup import Row, bringup, print_table, to_html
-
-__all__ = ["run_bringup"]
 
 
 def run_bringup(
@@ -42,7 +41,7 @@ def run_bringup(
             progress.print(f"{'ok' if row.ok else row.kernel:<9}{row.operator}", style="dim", highlight=False)
 
     found = bringup(model, device, size=size, training=training, lowerings=lowerings, setup=setup, say=say)
-    wide = None if sys.stdout.isatty() else 160
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 160
     print_table(found, Console(width=wide))
     if json is not None:
         write(json, found.to_json())

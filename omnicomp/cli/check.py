@@ -13,12 +13,14 @@ from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import Verdict, to_json, to_text
 from omnicomp.audit.source import load as load_report
+from omnicomp.audit.views.layout import fitted
 from omnicomp.cli.output import emit, keep_inputs, pick
-from omnicomp.errors import OmnicompError, TimelineError
+from omnicomp.errors import TimelineError, wrong_value
 from omnicomp.options.acknowledged import load
 from omnicomp.options.fallback_limits import FallbackBudget, parse_share
 
-__all__ = ["FORMATS", "reports", "run_check"]
+UNFINISHED: Final = 3
+"""The exit status for a report that is within the budget, and of which something has no end."""
 
 FORMATS: Final[dict[str, Callable[[Sequence[Verdict]], str]]] = {
     "text": to_text,
@@ -53,13 +55,14 @@ def run_check(
     max_nodes: int | None = None,
     max_flops_share: float | None = None,
     allow: Sequence[str] = (),
+    allow_unfinished: bool = False,
     format: str | None = None,
     output: Path | None = None,
 ) -> int:
     """Judge a report, and print or write the verdict.
 
     Returns:
-        0 if every report is within the budget, 1 if one is over it.
+        0 if every report is within the budget, 1 if one is over it, and 3 if none is but something has no end.
 
     Raises:
         OmnicompError: a file can't be read or written, or a value is wrong.
@@ -67,7 +70,7 @@ def run_check(
     keep_inputs(output, report, baseline)
     name = pick(FORMATS, format, output, _SUFFIXES)
     if max_nodes is not None and max_nodes < 0:
-        raise OmnicompError(f"--max-nodes takes a number of operators, not {max_nodes}")
+        raise wrong_value("--max-nodes", max_nodes, "a number of operators", example=0)
     share = parse_share("--max-flops-share", max_flops_share)
     if max_nodes is None and share is None:
         max_nodes = 0
@@ -75,6 +78,17 @@ def run_check(
     acknowledged = load()
     before = None if baseline is None else [audit for _, audit in reports(baseline)]
     verdicts = [
-        judge(audit, budget, acknowledged=acknowledged, baseline=before, name=file) for file, audit in reports(report)
+        judge(
+            audit,
+            budget,
+            acknowledged=acknowledged,
+            baseline=before,
+            name=file,
+            allow_unfinished=allow_unfinished,
+        )
+        for file, audit in reports(report)
     ]
-    return emit(FORMATS[name](verdicts), output, status=1 if any(verdict.over for verdict in verdicts) else 0)
+    unfinished = UNFINISHED if any(verdict.is_unfinished for verdict in verdicts) else 0
+    status = 1 if any(verdict.over for verdict in verdicts) else unfinished
+    text = FORMATS[name](verdicts)
+    return emit(fitted(text) if name == "text" and output is None else text, output, status=status)

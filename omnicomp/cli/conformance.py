@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from omnicomp.audit.views.layout import fitted
 from omnicomp.cli.output import check_writable, write
 from omnicomp.testing.conformance import conformance, to_text
-
-__all__ = ["run_conformance"]
 
 
 def run_conformance(
@@ -28,9 +27,9 @@ def run_conformance(
         setup=setup,
         operators=operators,
         groups=groups,
-        say=lambda result: print(to_text(result), flush=True),
+        say=lambda result: print(fitted(to_text(result)), flush=True),
     )
-    print(found.summary())
+    print(fitted(found.summary()))
     if json is not None:
         write(json, found.to_json())
     return 0 if found.ok else 1

@@ -6,10 +6,8 @@ from typing import Final
 
 from omnicomp.audit import AuditDiff, diff
 from omnicomp.cli.output import emit, keep_inputs, pick
-from omnicomp.errors import OmnicompError
-from omnicomp.escapes import one_line
-
-__all__ = ["FORMATS", "run_diff"]
+from omnicomp.errors import wrong_value
+from omnicomp.safety.escapes import one_line
 
 FORMATS: Final[dict[str, Callable[[AuditDiff], str]]] = {
     "text": AuditDiff.to_text,
@@ -42,7 +40,9 @@ def run_diff(
     limits = {"--time-threshold": time_percent, "--memory-threshold": memory_percent}
     for option, percent in limits.items():
         if percent is not None and not 0 <= percent < float("inf"):
-            raise OmnicompError(f"{option} takes a percentage that is not negative, not {percent:g}")
+            raise wrong_value(option, percent, "a percentage that is not negative", example=20)
     time, memory = (None if percent is None else percent / 100 for percent in limits.values())
     found = diff(before, after, time_threshold=time, memory_threshold=memory)
-    return emit(FORMATS[name](found), output, status=1 if found.differs else 0)
+    # On the terminal the text is as wide as that is.
+    text = str(found) if name == "text" and output is None else FORMATS[name](found)
+    return emit(text, output, status=1 if found.differs else 0)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -17,22 +18,21 @@ from typing import Any, Final
 import torch
 
 import omnicomp
-from omnicomp import store
+from omnicomp import passes
 from omnicomp._torch.devices import privateuse
 from omnicomp._torch.dynamo import registrations
+from omnicomp._torch.inductor import store
 from omnicomp._torch.inductor.compile_fx import cache_dir
 from omnicomp.devices import GROUP, Device, device_names, load_errors, resolve_device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.errors import DeviceError, first_line
-from omnicomp.escapes import one_line
 from omnicomp.lowerings.engines import Engine, resolve_engine
+from omnicomp.options.checks import engine_names
 from omnicomp.options.dtype_policy import PRESET_OF, short
-from omnicomp.options.engine_names import engine_names
-from omnicomp.passes.dtypes.resolve import slowness
-from omnicomp.passes.dtypes.speeds import measured
+from omnicomp.options.policy import Policy
+from omnicomp.passes.dtypes.resolve import measured, slowness
+from omnicomp.safety.escapes import one_line
 from omnicomp.timeline.sinks.jsonl import ENVIRONMENT_VARIABLE, expand, opened
-
-__all__ = ["Check", "enable_simulated", "examine", "to_json", "to_text"]
 
 OLDEST_TORCH: Final = (2, 11)
 OLDEST_PYTHON: Final = (3, 10)
@@ -43,14 +43,7 @@ _ALWAYS: Final = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report.
-
-    Attributes:
-        name: what was checked.
-        status: `ok`, `note` (works, but the reader may want to know) or `missing` (needed, and not there).
-        found: what was found.
-        todo: what to do, or empty.
-    """
+    """One line of the report."""
 
     name: str
     status: str
@@ -98,7 +91,7 @@ def examine(device: str | None = None) -> list[Check]:
         checks.append(_device_check(base, required=True))
         checks.append(lambda: _pieces(base))
     checks += [_device_plugins, lambda: _triton(chosen), lambda: _compiler(chosen)]
-    checks += [_overrides, _engines, _cache, _timeline, _attestation, _clash]
+    checks += [_passes, _overrides, _engines, _cache, _timeline, _attestation, _clash]
     return [check for run in checks for check in run()]
 
 
@@ -318,9 +311,27 @@ def _compiler(names: tuple[str, ...]) -> Iterator[Check]:
     yield Check(name="C++ compiler", status="ok", found=f"{result.stdout.splitlines()[0]} ({where})")
 
 
-def _overrides() -> Iterator[Check]:
-    from omnicomp.lowerings.overrides.registry import registered
+def _passes() -> Iterator[Check]:
+    """Those that other packages declare, each with its place in the order."""
+    line, unusable = passes.pipeline(Policy())
+    names = [item.name for item in line]
+    for plugin in passes.plugins():
+        if plugin.item is not None and plugin.item.name in names:
+            index = names.index(plugin.item.name)
+            text = (inspect.getdoc(type(plugin.item)) or "").split("\n", 1)[0]
+            found = f"{plugin.origin}; runs behind {names[index - 1] if index else 'none'}; {text}".rstrip("; ")
+            yield Check(name=f"pass {plugin.item.name}", status="ok", found=found)
+    for plugin in unusable:
+        todo = "repair or uninstall the package that declares it"
+        yield Check(name=f"pass {plugin.name}", status="note", found=f"{plugin.origin}; {plugin.error}", todo=todo)
 
+
+def _overrides() -> Iterator[Check]:
+    from omnicomp.lowerings.overrides.registry import broken, registered
+
+    for name, error in broken().items():
+        todo = "repair or uninstall the package that declares it"
+        yield Check(name=f"override plug-in {name}", status="note", found=f"can't be loaded: {error}", todo=todo)
     found = registered()
     if not found:
         yield Check(name="overrides", status="note", found="none registered", todo="")

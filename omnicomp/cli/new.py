@@ -12,18 +12,7 @@ from omnicomp._torch.devices import privateuse
 from omnicomp.devices import device_names
 from omnicomp.errors import DeviceError, EngineError, OmnicompError
 from omnicomp.lowerings import LOWERINGS
-from omnicomp.options.engine_names import engine_names
-
-__all__ = [
-    "ENGINE_TEMPLATES",
-    "TEMPLATES",
-    "check_engine_name",
-    "check_name",
-    "next_engine_steps",
-    "next_steps",
-    "write_device",
-    "write_engine",
-]
+from omnicomp.options.checks import engine_names
 
 TEMPLATES: Final = Path(__file__).parent / "templates" / "device"
 ENGINE_TEMPLATES: Final = TEMPLATES.with_name("engine")

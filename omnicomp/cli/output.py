@@ -7,14 +7,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from omnicomp.errors import OmnicompError, nearest
+from omnicomp.errors import OmnicompError, wrong_value
 from omnicomp.timeline.files import ROTATED
 from omnicomp.timeline.sinks.jsonl import opened
 
-__all__ = ["check_writable", "emit", "format_of", "keep_inputs", "pick", "write"]
-
+T = TypeVar("T", int, float)
 _SUFFIXES: Final = {".txt": "text", ".json": "json", ".html": "html", ".htm": "html"}
 
 
@@ -39,9 +38,20 @@ def pick(formats: Mapping[str, Any], format: str | None, output: Path | None, su
     """
     name = format or (suffixes.get(output.suffix.lower(), "text") if output is not None else "text")
     if name not in formats:
-        known = ", ".join(formats)
-        raise OmnicompError(f"unknown format {name!r}{nearest(name, formats) or f'; known ones are {known}'}")
+        raise wrong_value("--format", name, known=formats)
     return name
+
+
+def number(option: str, text: str | None, kind: type[T], accepted: str, example: str) -> T | None:
+    """The number that an option of the command line was given, or None.
+
+    Raises:
+        OptionError: the text is no number.
+    """
+    try:
+        return None if text is None else kind(text)
+    except ValueError:
+        raise wrong_value(option, text, accepted, example=example) from None
 
 
 def check_writable(path: Path) -> None:
@@ -115,11 +125,6 @@ def _umask() -> int:
 
 def emit(text: str, output: Path | None = None, *, status: int = 0) -> int:
     """Write a view to a file, or to standard output in the encoding that it has.
-
-    Args:
-        text: the view.
-        output: the file; None for standard output.
-        status: the verdict of the command, which holds also if standard output is closed.
 
     Returns:
         The status.

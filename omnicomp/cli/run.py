@@ -1,42 +1,127 @@
-"""`omnicomp run`: a user's program as Python would run it, with its `torch.compile` calls sent to omni."""
+"""Redirects a program's `torch.compile` calls to omni, for `omnicomp run`."""
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from omnicomp.audit import Audit, audit
+import torch
+
+from omnicomp._torch.dynamo.registrations import backend_names, default_backend, lookup_backend, settle_dynamo
+from omnicomp.audit import Audit
+from omnicomp.audit.source import of_this_process
 from omnicomp.audit.views import VIEWS
+from omnicomp.backend.accelerate import register
 from omnicomp.backend.options import policy_of
-from omnicomp.cli import redirect
 from omnicomp.cli.output import check_writable, format_of, write
-from omnicomp.cli.redirect import Redirected, redirected
-from omnicomp.errors import OmnicompError, OptionError
-from omnicomp.escapes import one_line
+from omnicomp.errors import OmnicompError, OptionError, wrong_value
+from omnicomp.safety.escapes import one_line
 from omnicomp.timeline import JsonLinesSink, current, graph_dump
 
-__all__ = ["Program", "parse_options", "run"]
 
-_LISTS: Final = ("lowerings", "disable_passes", "disable_overrides", "overrides")
-_OWN_FILES: Final = (__file__, redirect.__file__)
+@dataclasses.dataclass(kw_only=True)
+class Redirected:
+    """What happened to the calls."""
+
+    sent: int = 0
+    kept: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Both:
+    """The backend with a mode and options together, which `torch.compile` itself refuses to take.
+
+    Equal ones are equal, because Dynamo compiles anew for another backend.
+    """
+
+    mode: str
+    options: tuple[tuple[str, str], ...]
+    values: Mapping[str, Any] = dataclasses.field(compare=False)
+
+    def __call__(self, gm: Any, inputs: Any) -> Any:
+        return lookup_backend(_name())(gm, inputs, mode=self.mode, options=self.values)  # type: ignore[call-arg]
+
+
+@contextlib.contextmanager
+def redirected(mode: str | None, options: Mapping[str, Any]) -> Generator[Redirected]:
+    """Replace `torch.compile` until the block ends.
+
+    A call that names no backend, or Inductor, gets omni; any other backend is left and counted. `nn.Module.compile`
+    and the decorator forms call `torch.compile` and need nothing of their own. Libraries that took the function before
+    (`from torch import compile`) keep the original.
+    """
+    settle_dynamo()
+    original = torch.compile
+    counts = Redirected()
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Dynamo traces a call inside compiled code and inlines what it compiles: it must see its own function.
+            return original(model, **kwargs)
+        if model is None:
+            # torch's own decorator form would come back here, with the backend set already.
+            return functools.partial(compile, **kwargs)
+        backend = kwargs.get("backend")
+        backend = default_backend() if backend is None else backend
+        if isinstance(backend, str) and backend in ("inductor", "omni"):
+            counts.sent += 1
+            kwargs.update(_arguments(kwargs, mode, options))
+        else:
+            name = backend if isinstance(backend, str) else getattr(backend, "__qualname__", repr(backend))
+            counts.kept[name] = counts.kept.get(name, 0) + 1
+        return original(model, **kwargs)
+
+    torch.compile = compile  # type: ignore[assignment]
+    try:
+        yield counts
+    finally:
+        torch.compile = original
+
+
+def _arguments(kwargs: Mapping[str, Any], mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Backend, mode and options of a redirected call."""
+    own = kwargs.get("options")
+    own_mode = kwargs.get("mode")
+    if own is not None and own_mode is not None and mode is None:
+        # torch.compile refuses this call under any backend: the user is to see the error that it always gave.
+        return {"backend": _name()}
+    merged = {**(own or {}), **options}
+    chosen = mode if mode is not None else own_mode
+    if not merged:
+        return {"backend": _name(), "mode": chosen, "options": None}
+    if chosen is None or chosen == "default":
+        return {"backend": _name(), "mode": None, "options": merged}
+    # torch.compile takes these two out of the options itself; they never reach a backend.
+    own_keys = {key: merged.pop(key) for key in ("guard_filter_fn", "use_aoti") if key in merged} or None
+    values = tuple(sorted((key, repr(value)) for key, value in merged.items()))
+    return {"backend": _Both(chosen, values, merged), "mode": None, "options": own_keys}
+
+
+def _name() -> Any:
+    """The backend by name; the function itself where omnicomp runs from a checkout that was never installed."""
+    if "omni" in backend_names():
+        return "omni"
+    from omnicomp.backend.pipeline import omni
+
+    return omni
+
+
+_LISTS: Final = ("lowerings", "passes", "disable_passes", "disable_overrides", "overrides")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What to run.
-
-    Attributes:
-        target: path of a script, or name of a module.
-        module: whether `target` is a module, as in `python -m`.
-        arguments: its own arguments.
-    """
+    """What to run."""
 
     target: str
     module: bool = False
@@ -54,14 +139,6 @@ def run(
 ) -> int:
     """Run the program, then write the audit and print its summary to stderr, also if the program failed.
 
-    Args:
-        program: what to run.
-        audit_path: where the audit is written.
-        timeline: where the events are written.
-        dump: an empty or new folder for the graph after each stage of each compilation.
-        mode: torch.compile's, for every call.
-        options: of the backend, for every call.
-
     Returns:
         The program's exit status; 1 if it raised.
 
@@ -71,6 +148,7 @@ def run(
     options = dict(options or {})
     policy_of(mode, options)
     _check_program(program)
+    register()
     if audit_path is not None:
         format_of(audit_path)
         check_writable(audit_path)
@@ -84,7 +162,7 @@ def run(
             code = _execute(program)
     finally:
         graph_dump.write_to(None)
-    found = audit()
+    found = of_this_process(current().events(), ended=True)
     sys.stdout.flush()
     for name, calls in counts.kept.items():
         times = f"{calls} torch.compile call{'s' if calls > 1 else ''}"
@@ -105,7 +183,7 @@ def parse_options(items: Sequence[str]) -> dict[str, Any]:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise OptionError(f"--option takes key=value, not {item!r}")
+            raise wrong_value("--option", item, "KEY=VALUE", example="dtype_policy=bf16")
         options[key] = _value(key.replace("-", "_"), text)
     return options
 
@@ -140,6 +218,7 @@ def _add_timeline(path: str) -> None:
         said = getattr(error, "strerror", None) or error
         raise OmnicompError(f"the timeline {path} can't be written ({said}); name another path") from None
     current().add_sink(path, sink)
+    current().begin()
 
 
 def _check_program(program: Program) -> None:
@@ -218,7 +297,7 @@ def _own_frames_removed(found: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
     while found is not None:
         file = found.tb_frame.f_code.co_filename
-        if file not in _OWN_FILES and "runpy" not in file:
+        if file != __file__ and "runpy" not in file:
             kept.append(found)
         found = found.tb_next
     for index, link in enumerate(kept):
@@ -227,11 +306,17 @@ def _own_frames_removed(found: TracebackType | None) -> TracebackType | None:
 
 
 def _summary(found: Audit, counts: Redirected) -> str:
-    if found.events or counts.sent:
+    if found.events:
         return found.summary()
+    if counts.sent:
+        calls = "a torch.compile call" if counts.sent == 1 else f"{counts.sent} torch.compile calls"
+        why = "what it made was not called, or Dynamo skipped it, which TORCH_LOGS=dynamo tells"
+        return f"omni: nothing was compiled: Dynamo gave no graph for {calls}; {why}"
     kept = "" if not counts.kept else " that omni could take"
     return f"omni: nothing was compiled: the program made no torch.compile call{kept}"
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Print a line to stderr; in a job of several ranks with the rank, as all of them share the terminal."""
+    rank = f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"{rank}{line}", file=sys.stderr, flush=True)

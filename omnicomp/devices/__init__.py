@@ -5,22 +5,22 @@ import importlib.metadata
 from collections.abc import Iterable
 from typing import Final
 
-from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device
+from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device, Expectations, GenericDevice
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.devices.cuda import CudaDevice
-from omnicomp.devices.generic import GenericDevice
 from omnicomp.devices.mps import MpsDevice
 from omnicomp.devices.npu import NpuDevice
 from omnicomp.devices.sim.device import SimDevice
 from omnicomp.devices.xpu import XpuDevice
 from omnicomp.errors import DeviceError, nearest
-from omnicomp.privacy import logger
+from omnicomp.safety.privacy import logger
 
 __all__ = [
     "GROUP",
     "MEMORY_KEYS",
     "Capabilities",
     "Device",
+    "Expectations",
     "device_names",
     "load_errors",
     "primary_device",

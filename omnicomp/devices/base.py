@@ -1,13 +1,12 @@
-"""The contract of a device: whether it is there, what it can compute, how much memory it has, and what compiles for it.
-
-A device gives its type, `is_available` and `capabilities`; the rest has defaults that go by what torch offers for the
-type: its device module (`torch.<type>`), and Inductor's registration.
-"""
+"""What a device declares of its own conformance: how exact it is, and what it is not asked for."""
 
 import abc
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -16,11 +15,60 @@ from torch.utils._pytree import tree_map
 
 import omnicomp
 from omnicomp._torch.inductor.compile_fx import compile_part, has_inductor
+from omnicomp.errors import DeviceError
 
-__all__ = ["MEMORY_KEYS", "Capabilities", "Device", "move_module"]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expectations:
+    """Tolerances, checks that are left out, and dtypes, for `omnicomp conformance`.
+
+    Names are those of checks, `group.subject`, by shell patterns: `operators.linalg.*`, `models.llama_*`. The last
+    pattern that matches holds.
+
+    Attributes:
+        tolerances: `(atol, rtol)` by check, in place of the suite's.
+        skips: why a check is left out, by check. Those of the contract can't be.
+        dtypes: in which operators are compared, the first of them that one takes on the CPU; by default float32, and
+            for those that don't take it int64, bool, complex64 or bfloat16.
+    """
+
+    tolerances: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
+    skips: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    def tolerance(self, check: str) -> tuple[float, float] | None:
+        """What is declared for a check, or None."""
+        return next(
+            (self.tolerances[each] for each in reversed(list(self.tolerances)) if fnmatchcase(check, each)), None
+        )
+
+    def skip(self, check: str) -> str:
+        """Why a check is left out; empty if it is not."""
+        if check.startswith("contract."):
+            return ""
+        return next((self.skips[each] for each in reversed(list(self.skips)) if fnmatchcase(check, each)), "")
+
+    def problems(self, checks: tuple[str, ...]) -> list[str]:
+        """What is wrong with the declaration."""
+        found = [
+            f"{what} has {pattern!r}, which is no check"
+            for what in ("tolerances", "skips")
+            for pattern in getattr(self, what)
+            if not any(fnmatchcase(check, pattern) for check in checks)
+        ]
+        for pattern, bounds in self.tolerances.items():
+            if len(bounds) != 2 or any(each < 0 for each in bounds):
+                found.append(f"the tolerance of {pattern!r} is (atol, rtol), not {bounds!r}")
+        found += [f"the skip of {pattern!r} has no reason" for pattern, reason in self.skips.items() if not reason]
+        found += [
+            f"{pattern!r}: the contract is not left out" for pattern in self.skips if pattern.startswith("contract")
+        ]
+        return found
+
 
 MEMORY_KEYS: Final = ("allocated_bytes", "peak_bytes", "reserved_bytes", "total_bytes")
 """The keys of `Device.memory_stats` on every device."""
+_NO_CONFIG: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,15 +170,23 @@ class Device(abc.ABC):
         """
         return ""
 
-    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Change a model for the device before it is compiled, for example its layout of weights.
+    def prepare(self, model: torch.nn.Module, config: Mapping[str, Any] = _NO_CONFIG) -> torch.nn.Module:
+        """Change a model for the device before it is compiled, for example its layout of weights or its attention.
 
-        Called by `omnicomp.wrap_module`; `torch.compile` hands a backend graphs, not models.
+        Called by `omnicomp.wrap_module`; `torch.compile` hands a backend graphs, not models. It may declare overrides.
+
+        Args:
+            model: what will be compiled.
+            config: `config` of `wrap_module`, whose keys the device defines; empty by default.
 
         Returns:
             The same model unless a device has something to change.
         """
         return model
+
+    def expectations(self) -> Expectations:
+        """Its own tolerances for `omnicomp conformance`, and checks that are left out, each with the reason."""
+        return Expectations()
 
     def register_override(self, **declaration: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Deprecated: `omnicomp.override(devices=...)`.
@@ -208,6 +264,24 @@ class Device(abc.ABC):
         return (None, None) if ask is None else ask()
 
 
+def prepared(device: Device, model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
+    """The model as `Device.prepare` returns it, also that of a device which takes no config yet.
+
+    Raises:
+        DeviceError: such a device was given one.
+    """
+    parameters = inspect.signature(device.prepare).parameters.values()
+    if "config" in {each.name for each in parameters} or any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return device.prepare(model, config=config)
+    if config:
+        raise DeviceError(
+            f"prepare() of the device {device.type!r} takes no config: write prepare(self, model, config)"
+        )
+    text = f"{type(device).__qualname__}.prepare without config goes in 0.3; write prepare(self, model, config)"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return device.prepare(model)  # pyright: ignore[reportCallIssue] - written to the earlier contract
+
+
 def move_module(
     model: torch.nn.Module, device: str | torch.device, dtype: torch.dtype | None = None
 ) -> torch.nn.Module:
@@ -234,3 +308,29 @@ def move_module(
         for held, other in others:
             held[other] = first[name]
     return moved
+
+
+class GenericDevice(Device):
+    """Inductor if a code generator is registered for the device type, else eager."""
+
+    def __init__(self, type: str) -> None:
+        """Stand for a device type.
+
+        Args:
+            type: as torch names it.
+        """
+        self.type = type
+
+    def is_available(self) -> bool:
+        """A tensor of that type exists, or it would not have been asked for."""
+        return True
+
+    def capabilities(self) -> Capabilities:
+        """Only float32 is certain."""
+        return Capabilities(
+            compute_dtypes=(torch.float32,),
+            storage_dtypes=(torch.float32,),
+            inductor=has_inductor(self.type),
+            device_count=1,
+            name=self.type,
+        )

@@ -9,9 +9,7 @@ from typing import Final
 import torch
 
 from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device
-from omnicomp.privacy import logger
-
-__all__ = ["CpuDevice", "cpu_flags", "instruction_set"]
+from omnicomp.safety.privacy import logger
 
 log = logger("omnicomp.devices")
 

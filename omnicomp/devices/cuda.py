@@ -6,8 +6,6 @@ import torch
 
 from omnicomp.devices.base import Capabilities, Device
 
-__all__ = ["CudaDevice"]
-
 
 class CudaDevice(Device):
     """A CUDA device, compiled for by Inductor through Triton."""

@@ -4,8 +4,6 @@ import torch
 
 from omnicomp.devices.base import MEMORY_KEYS, Capabilities, Device
 
-__all__ = ["MpsDevice"]
-
 
 class MpsDevice(Device):
     """An Apple GPU, compiled for by Inductor through Metal. It has no float64 and no complex128 at all."""

@@ -10,9 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp.devices.base import Capabilities, Device
-from omnicomp.privacy import logger
-
-__all__ = ["NpuDevice"]
+from omnicomp.safety.privacy import logger
 
 log = logger("omnicomp.devices")
 

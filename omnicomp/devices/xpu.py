@@ -6,8 +6,6 @@ import torch
 
 from omnicomp.devices.base import Capabilities, Device
 
-__all__ = ["XpuDevice"]
-
 
 class XpuDevice(Device):
     """An Intel GPU, compiled for by Inductor through Triton."""

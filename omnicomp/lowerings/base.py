@@ -12,19 +12,7 @@ from omnicomp.analysis.provenance import Places
 from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import NodePlacement, Reason, Timeline
-from omnicomp.timeline.step_down import Where
-
-__all__ = [
-    "Executable",
-    "GraphRecord",
-    "KeyParts",
-    "LateMatch",
-    "Lowering",
-    "LoweringContext",
-    "Support",
-    "WholeLowering",
-    "names_in_order",
-]
+from omnicomp.timeline.recorder import Where
 
 Support = Reason | None
 """The answer to "do you take this node?": None is yes, a `Reason` is no."""

@@ -13,8 +13,6 @@ from omnicomp.lowerings.eager import EagerLowering, eager_executable, prepare
 from omnicomp.lowerings.override import override_of
 from omnicomp.timeline import Reason
 
-__all__ = ["DeviceLowering"]
-
 _OURS: Final = ("omnicomp", "omnicomp_override")
 
 

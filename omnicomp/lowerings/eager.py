@@ -13,8 +13,6 @@ from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
-__all__ = ["EagerLowering", "eager_executable", "prepare"]
-
 _SEEDED: Final = (
     "prims.inductor_seed",
     "prims.inductor_random",

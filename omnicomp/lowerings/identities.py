@@ -3,19 +3,12 @@
 What a compiler refused is cached with what was built in its place, so that another version of it has to be another key.
 """
 
-import functools
-import hashlib
-import sys
-from pathlib import Path
-
 from omnicomp.devices import Device
-from omnicomp.devices.inductor.digest import code_digest
+from omnicomp.devices.inductor.spec import code_digest, package_sources
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines import resolve_engine
-from omnicomp.lowerings.engines.inputs import engines_of
+from omnicomp.lowerings.engines.subgraph import engines_of
 from omnicomp.options.policy import Policy
-
-__all__ = ["compiler_identities"]
 
 
 def compiler_identities(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
@@ -38,14 +31,4 @@ def _engine(name: str) -> tuple[str, str]:
 
 
 def _digest(cls: type, *values: str) -> str:
-    return code_digest([cls], [*values, _package_digest(cls.__module__.partition(".")[0])])
-
-
-@functools.cache
-def _package_digest(name: str) -> str:
-    """Hash of the sources of a package, as what compiles is often beside the class that calls it."""
-    value = hashlib.sha256()
-    for folder in getattr(sys.modules.get(name), "__path__", ()) if name != "omnicomp" else ():
-        for path in sorted(Path(folder).rglob("*.py")):
-            value.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return value.hexdigest()
+    return code_digest([cls], [*values, package_sources(cls.__module__.partition(".")[0])])

@@ -16,8 +16,6 @@ from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.timeline import Reason
 
-__all__ = ["InductorLowering", "executable", "whole_executable"]
-
 
 class InductorLowering:
     """Builds a subgraph with Inductor's own inner compile, caches included."""

@@ -19,17 +19,6 @@ from omnicomp.lowerings.overrides.registry import Override, registered
 from omnicomp.lowerings.overrides.tag import Matched, matched_block
 from omnicomp.timeline import Reason
 
-__all__ = [
-    "OverrideLowering",
-    "PlannedCall",
-    "has_own_gradients",
-    "override_of",
-    "planned",
-    "planned_call",
-    "put_references",
-    "reference_of",
-]
-
 
 def override_of(node: Node) -> Override | None:
     """The override whose operator the node calls, or None."""

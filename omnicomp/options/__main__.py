@@ -6,8 +6,6 @@ from typing import Any
 
 from omnicomp.options.policy import SPECS, Policy
 
-__all__ = ["page"]
-
 _HEAD = """# Options
 
 `torch.compile(model, backend="omni", options={...})` takes these keys, and Inductor's config keys with the meaning that

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from omnicomp.errors import AcknowledgeError, nearest
-from omnicomp.escapes import one_line
-from omnicomp.forks import new_lock
-from omnicomp.privacy import logger
-
-__all__ = ["FILE", "Acknowledged", "Entry", "find", "load", "load_and_tell", "parse", "read"]
+from omnicomp.safety.escapes import one_line
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 
 log = logger("omnicomp")
 
@@ -71,10 +69,6 @@ class Acknowledged:
 
 def load(folder: Path | None = None, today: datetime.date | None = None) -> Acknowledged:
     """The list of the project that a folder belongs to; an empty one if there is none.
-
-    Args:
-        folder: where to begin; None for the current one.
-        today: None for the date of the machine.
 
     Raises:
         AcknowledgeError: the file can't be read, or is no TOML.
@@ -136,11 +130,6 @@ def read(file: Path, today: datetime.date | None = None) -> Acknowledged:
 
 def parse(text: str, today: datetime.date, name: str = FILE) -> Acknowledged:
     """The list of a file's text.
-
-    Args:
-        text: TOML.
-        today: the date on which entries count or don't.
-        name: of the file, for the problems.
 
     Raises:
         AcknowledgeError: the text is no TOML.

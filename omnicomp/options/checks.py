@@ -1,29 +1,15 @@
-"""One declaration per option, `OptionSpec`, and the checks that options share."""
+"""One declaration per option, `OptionSpec`, the checks that options share, and names of engines before any import."""
 
 import copy
 import dataclasses
+import functools
+import importlib.metadata
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from omnicomp.errors import OptionError, nearest
-
-__all__ = [
-    "Check",
-    "OptionSpec",
-    "boolean",
-    "bound",
-    "choice",
-    "count",
-    "did_you_mean",
-    "function",
-    "listed",
-    "mapping_of_mappings",
-    "names",
-    "option",
-    "path",
-]
+from omnicomp.errors import nearest, wrong_value
 
 Check = Callable[[str, Any], Any]
 T = TypeVar("T")
@@ -58,14 +44,14 @@ def option(default: T, check: Check, doc: str, **more: Any) -> T:
 def boolean(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name} takes True or False, not {value!r}")
+        raise wrong_value(name, value, "True or False")
     return value
 
 
 def count(name: str, value: Any) -> int:
     """A whole number that is not negative."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OptionError(f"{name} takes a number that is not negative, not {value!r}")
+        raise wrong_value(name, value, "a whole number that is not negative", example=8)
     return value
 
 
@@ -76,7 +62,18 @@ def bound(example: str, *, optional: bool = True) -> Check:
         if value is None and optional:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise OptionError(f"{name} takes a positive number such as {example}, not {value!r}")
+            raise wrong_value(name, value, f"a positive number{' or None' if optional else ''}", example=example)
+        return float(value)
+
+    return check
+
+
+def limit(example: str) -> Check:
+    """A number that is not negative."""
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise wrong_value(name, value, "a number that is not negative", example=example)
         return float(value)
 
     return check
@@ -87,17 +84,16 @@ def choice(*known: str) -> Check:
 
     def check(name: str, value: Any) -> str:
         if value not in known:
-            text = value if isinstance(value, str) else str(value).removeprefix("torch.")
-            raise OptionError(f"{name} can't be {value!r}{did_you_mean(text, known)}")
+            raise wrong_value(name, value, known=known)
         return value
 
     return check
 
 
-def listed(name: str, value: Any, what: str = "names") -> tuple[Any, ...]:
+def listed(name: str, value: Any, what: str = "names", example: object = "") -> tuple[Any, ...]:
     """A list, tuple or set of anything."""
     if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise OptionError(f"{name} takes a list of {what}, not {value!r}")
+        raise wrong_value(name, value, f"a list of {what}", example=example)
     return tuple(value)
 
 
@@ -108,11 +104,11 @@ def names(known: tuple[str, ...] | None = None, several: bool = False) -> Check:
         items = listed(name, value)
         for item in items:
             if known is not None and item not in known:
-                raise OptionError(f"{name} can't contain {item!r}{did_you_mean(str(item), known)}")
+                raise wrong_value(name, item, known=known, verb="contain")
         if len(set(items)) != len(items):
-            raise OptionError(f"{name} names something twice: {value!r}")
+            raise wrong_value(name, value, "different names")
         if several and len(items) < 2:
-            raise OptionError(f"{name} takes two names or more to choose from, not {value!r}")
+            raise wrong_value(name, value, "two names or more to choose from", example=["inductor", "frozen"])
         return tuple(map(str, items))
 
     return check
@@ -121,27 +117,55 @@ def names(known: tuple[str, ...] | None = None, several: bool = False) -> Check:
 def function(name: str, value: Any) -> Any:
     """A function with a name, or None."""
     if value is not None and not (callable(value) and hasattr(value, "__qualname__")):
-        raise OptionError(f"{name} takes a function of the names and values of a graph's inputs, not {value!r}")
+        raise wrong_value(name, value, "a function of the names and values of a graph's inputs, or None")
     return value
 
 
 def path(name: str, value: Any) -> str:
     """The path of a file, as text."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise OptionError(f"{name} takes the path of a file to write, not {value!r}")
+        raise wrong_value(name, value, "the path of a file to write", example="'run.jsonl'")
     return str(os.fspath(value))
+
+
+def word(name: str, value: Any) -> str:
+    """A name, as text."""
+    if not isinstance(value, str):
+        raise wrong_value(name, value, "a name", example="'trial'")
+    return value
 
 
 def mapping_of_mappings(name: str, value: Any) -> dict[str, dict[str, Any]]:
     """Options by the name of whom they are for."""
     if not isinstance(value, Mapping):
-        raise OptionError(f"{name} takes a mapping of engines to their options, not {value!r}")
+        raise wrong_value(name, value, "a mapping of engines to their options", example={"toy": {"smallest": 4}})
     for owner, values in value.items():
         if not isinstance(values, Mapping):
-            raise OptionError(f"{name}: the options of {owner!r} are a mapping, not {values!r}")
+            raise wrong_value(f"{name}[{owner!r}]", values, "a mapping of options", example={"smallest": 4})
     return {str(owner): dict(values) for owner, values in value.items()}
 
 
 def did_you_mean(name: str, known: tuple[str, ...]) -> str:
     """The nearest known name, or all of them where nothing is near."""
     return nearest(name, known) or f"; known ones are {', '.join(known)}"
+
+
+GROUP: Final = "omnicomp.engines"
+
+BUILT_IN: Final[dict[str, str]] = {
+    "frozen": "omnicomp.lowerings.engines.frozen:FrozenInductor",
+    "toy": "omnicomp.lowerings.engines.toy:ToyEngine",
+    "openvino": "omnicomp.lowerings.engines.openvino:OpenVinoEngine",
+    "onnxruntime": "omnicomp.lowerings.engines.onnxruntime:OnnxRuntimeEngine",
+    "xla": "omnicomp.lowerings.engines.xla:XlaEngine",
+    "tvm": "omnicomp.lowerings.engines.tvm:TvmEngine",
+    "tensorrt": "omnicomp.lowerings.engines.tensorrt:TensorRtEngine",
+}
+"""Those that come with omnicomp, also where it runs from a checkout that was never installed."""
+
+
+@functools.cache
+def engine_names() -> tuple[str, ...]:
+    """Those of `BUILT_IN`, then those that installed packages declare by the entry-point group `omnicomp.engines`."""
+    found = (entry.name for entry in importlib.metadata.entry_points(group=GROUP))
+    return tuple(dict.fromkeys([*BUILT_IN, *found]))

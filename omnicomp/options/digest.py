@@ -7,8 +7,6 @@ from typing import Final
 
 import omnicomp
 
-__all__ = ["package_digest"]
-
 _NOT_COMPILED_WITH: Final = ("audit", "cli", "testing")
 
 

@@ -6,11 +6,12 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp.errors import OptionError, nearest
-
-__all__ = ["PRESETS", "PRESET_OF", "DtypePolicy", "parse_dtype_policy", "short"]
+from omnicomp.errors import OptionError, nearest, wrong_value
 
 COMPUTE: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+_RULES: Final = "a mapping of selectors to dtypes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,21 +57,19 @@ class DtypePolicy:
         """
         known = "torch.bfloat16, torch.float16, torch.float32"
         if self.compute not in (None, *COMPUTE):
-            raise OptionError(f"dtype_policy: compute can't be {self.compute!r}; choose {known} or None")
+            raise wrong_value("dtype_policy: compute", self.compute, f"{known} or None")
         if self.accumulate not in (torch.float32, torch.float64):
-            raise OptionError(
-                f"dtype_policy: accumulate can't be {self.accumulate!r}; choose torch.float32 or torch.float64"
-            )
+            raise wrong_value("dtype_policy: accumulate", self.accumulate, "torch.float32 or torch.float64")
         for field, values in (
             ("matmul", ("ieee", "tf32")),
             ("weights", ("once", "call")),
             ("fp8", (None, "tensor", "row")),
         ):
             if getattr(self, field) not in values:
-                raise OptionError(f"dtype_policy: {field} can't be {getattr(self, field)!r}; choose one of {values}")
+                raise wrong_value(f"dtype_policy: {field}", getattr(self, field), " or ".join(map(repr, values)))
         for field, kind, words in (("auto", bool, "True or False"), ("name", str, "a string")):
             if not isinstance(getattr(self, field), kind):
-                raise OptionError(f"dtype_policy: {field} takes {words}, not {getattr(self, field)!r}")
+                raise wrong_value(f"dtype_policy: {field}", getattr(self, field), words)
         if self.auto and self.compute is not None:
             raise OptionError(
                 f"dtype_policy: auto leaves compute to the device, and compute is {self.compute}; leave one of them out"
@@ -79,15 +78,15 @@ class DtypePolicy:
             raise OptionError("dtype_policy: fp8 needs compute=torch.bfloat16, or auto, for what is not done in float8")
         keep: Any = self.keep
         if not isinstance(keep, (list, tuple, set, frozenset)) or not all(isinstance(item, str) for item in keep):
-            raise OptionError(f"dtype_policy: keep takes a list of selectors, not {self.keep!r}")
+            raise wrong_value("dtype_policy: keep", self.keep, "a list of selectors", example=["head"])
         object.__setattr__(self, "keep", tuple(sorted(keep) if isinstance(keep, (set, frozenset)) else keep))
         for field in ("ops", "modules"):
             rules: Any = getattr(self, field)
             if not isinstance(rules, Mapping):
-                raise OptionError(f"dtype_policy: {field} takes a mapping of selectors to dtypes, not {rules!r}")
+                raise wrong_value(f"dtype_policy: {field}", rules, _RULES, example={"linear": "bf16"})
             for selector, dtype in rules.items():
                 if not isinstance(selector, str) or dtype not in COMPUTE:
-                    raise OptionError(f"dtype_policy: {field} can't have {selector!r}: {dtype!r}; choose {known}")
+                    raise wrong_value(f"dtype_policy: {field}[{selector!r}]", dtype, known)
             # A copy: graphs are known by the policy, which must not change with what the caller holds.
             object.__setattr__(self, field, dict(rules))
 
@@ -163,8 +162,9 @@ def parse_dtype_policy(value: Any) -> DtypePolicy:
     if not isinstance(value, Mapping):
         preset = PRESET_OF.get(value, "") if isinstance(value, torch.dtype) else ""
         text = value.lower() if isinstance(value, str) else preset
-        hint = nearest(text, PRESETS) or f"; known ones are {', '.join(PRESETS)}, and a DtypePolicy or its fields"
-        raise OptionError(f"dtype_policy can't be {value!r}{hint}")
+        hint = nearest(text, PRESETS)
+        accepted = f"{', '.join(PRESETS)}, a DtypePolicy, or a mapping of its fields{hint}"
+        raise wrong_value("dtype_policy", value, accepted, example="" if hint else "'bf16'")
     given = {str(key): item for key, item in value.items()}
     base = parse_dtype_policy(given.pop("preset", "keep"))
     known = {f.name for f in dataclasses.fields(DtypePolicy)} - {"name"}
@@ -178,7 +178,7 @@ def parse_dtype_policy(value: Any) -> DtypePolicy:
     for key in ("ops", "modules"):
         if key in given:
             if not isinstance(given[key], Mapping):
-                raise OptionError(f"dtype_policy: {key} takes a mapping of selectors to dtypes, not {given[key]!r}")
+                raise wrong_value(f"dtype_policy: {key}", given[key], _RULES, example={"linear": "bf16"})
             given[key] = {str(selector): _dtype(dtype) for selector, dtype in given[key].items()}
     return dataclasses.replace(base, **{"name": "custom", **given}) if given else base
 
@@ -193,6 +193,6 @@ def _dtype(value: Any) -> Any:
         return value
     found = _NAMES.get(value, getattr(torch, value.removeprefix("torch."), None))
     if not isinstance(found, torch.dtype):
-        hint = nearest(value, (*_NAMES, *map(short, _SHORT))) or "; choose bfloat16, float16, float32 or float64"
-        raise OptionError(f"dtype_policy: {value!r} is no dtype{hint}")
+        hint = nearest(value, (*_NAMES, *map(short, _SHORT)))
+        raise wrong_value("dtype_policy: a dtype", value, f"bfloat16, float16, float32 or float64{hint}")
     return found

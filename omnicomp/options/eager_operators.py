@@ -1,11 +1,9 @@
 """Operators that Inductor rounds otherwise than eager; bench/sweep_numerics.py writes this.
 
-On 2026-11-22, with torch 2.13.0+cpu on a CPU; binary operators in half precision alone.
+On 2026-11-22, with torch 2.13.0+cpu on a CPU.
 """
 
 from typing import Final
-
-__all__ = ["EAGER_OPERATORS"]
 
 EAGER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     "aten.acos": ("float32",),
@@ -24,11 +22,13 @@ EAGER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     "aten.exp": ("float32",),
     "aten.expm1": ("float16", "float32"),
     "aten.floor_divide": ("bfloat16", "float16", "float32"),
-    "aten.fmax": ("bfloat16",),
-    "aten.fmin": ("bfloat16",),
+    "aten.fmax": ("bfloat16", "float32"),
+    "aten.fmin": ("bfloat16", "float32"),
     "aten.gelu": ("bfloat16", "float16", "float32"),
     "aten.hardtanh": ("bfloat16", "float16", "float32"),
     "aten.i0": ("float32",),
+    "aten.igamma": ("float32",),
+    "aten.igammac": ("float32",),
     "aten.ldexp": ("bfloat16", "float16"),
     "aten.log": ("float32",),
     "aten.log10": ("float32",),
@@ -45,10 +45,18 @@ EAGER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     "aten.special_bessel_j1": ("float32",),
     "aten.special_bessel_y0": ("float32",),
     "aten.special_bessel_y1": ("float32",),
+    "aten.special_chebyshev_polynomial_t": ("float32",),
+    "aten.special_chebyshev_polynomial_u": ("float32",),
+    "aten.special_chebyshev_polynomial_v": ("float32",),
+    "aten.special_chebyshev_polynomial_w": ("float32",),
     "aten.special_entr": ("bfloat16", "float16", "float32"),
+    "aten.special_hermite_polynomial_h": ("float32",),
+    "aten.special_hermite_polynomial_he": ("float32",),
     "aten.special_i0e": ("float16", "float32"),
     "aten.special_i1": ("float16", "float32"),
     "aten.special_i1e": ("float16", "float32"),
+    "aten.special_laguerre_polynomial_l": ("float32",),
+    "aten.special_legendre_polynomial_p": ("float32",),
     "aten.special_log_ndtr": ("float32",),
     "aten.special_modified_bessel_i0": ("float32",),
     "aten.special_modified_bessel_i1": ("float32",),
@@ -57,11 +65,15 @@ EAGER_OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     "aten.special_ndtri": ("float32",),
     "aten.special_scaled_modified_bessel_k0": ("float32",),
     "aten.special_scaled_modified_bessel_k1": ("float32",),
+    "aten.special_shifted_chebyshev_polynomial_t": ("float32",),
+    "aten.special_shifted_chebyshev_polynomial_u": ("float32",),
+    "aten.special_shifted_chebyshev_polynomial_v": ("float32",),
+    "aten.special_shifted_chebyshev_polynomial_w": ("float32",),
     "aten.special_spherical_bessel_j0": ("float32",),
-    "aten.special_xlog1py": ("bfloat16", "float16"),
+    "aten.special_xlog1py": ("bfloat16", "float16", "float32"),
     "aten.sqrt": ("float32",),
     "aten.tan": ("float32",),
     "aten.tanh": ("float32",),
-    "aten.xlogy": ("bfloat16", "float16"),
+    "aten.xlogy": ("bfloat16", "float16", "float32"),
 }
 """By the name of the operator, the dtypes in which a result differed."""

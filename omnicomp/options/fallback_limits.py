@@ -5,9 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from omnicomp.errors import OptionError, nearest
-
-__all__ = ["ON_EXCESS", "FallbackBudget", "parse_budget", "parse_share"]
+from omnicomp.errors import OptionError, nearest, wrong_value
 
 ON_EXCESS: Final = ("warn", "error")
 
@@ -45,14 +43,14 @@ def parse_budget(name: str, value: Any) -> FallbackBudget | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise OptionError(f"{name} takes a mapping such as {{'max_nodes': 0}}, not {value!r}")
+        raise wrong_value(name, value, "a mapping of bounds, or None", example={"max_nodes": 0})
     known = [field.name for field in dataclasses.fields(FallbackBudget)]
     for key in value:
         if key not in known:
             raise OptionError(f"{name} has no key {key!r}{nearest(str(key), known)}; it has {', '.join(known)}")
     on_excess = value.get("on_excess", "warn")
     if on_excess not in ON_EXCESS:
-        raise OptionError(f"{name}: on_excess can't be {on_excess!r}; it is {' or '.join(ON_EXCESS)}")
+        raise wrong_value(f"{name}: on_excess", on_excess, known=ON_EXCESS)
     share = value.get("max_flops_share")
     return FallbackBudget(
         max_nodes=_count(f"{name}: max_nodes", value.get("max_nodes", None if share is not None else 0)),
@@ -64,7 +62,7 @@ def parse_budget(name: str, value: Any) -> FallbackBudget | None:
 
 def _count(name: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise OptionError(f"{name} takes a number of operators, or None for no bound, not {value!r}")
+        raise wrong_value(name, value, "a number of operators, or None for no bound", example=0)
     return value
 
 
@@ -77,14 +75,14 @@ def parse_share(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1 or math.isnan(value):
-        raise OptionError(f"{name} takes a part from 0 to 1 such as 0.01, or None for no bound, not {value!r}")
+        raise wrong_value(name, value, "a part from 0 to 1, or None for no bound", example=0.01)
     return float(value)
 
 
 def _selectors(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise OptionError(f"{name} takes a list of operators and modules such as ['aten.topk'], not {value!r}")
+        raise wrong_value(name, value, "a list of operators and modules", example=["aten.topk"])
     for item in value:
         if not isinstance(item, str) or not item.strip():
-            raise OptionError(f"{name} takes names of operators and modules, not {item!r}")
+            raise wrong_value(name, item, "names of operators and modules", example="'aten.topk'", verb="contain")
     return tuple(value)

@@ -1,30 +1,58 @@
-"""Rules of placement: which lowerings an operator, a module, a node or a subgraph may have.
-
-A rule is a selector and a list of lowerings. Where several match a node, the last one decides; the rules of the
-environment variable `OMNICOMP_PLACE` come after those of the options.
-
-| selector | matches |
-|---|---|
-| `aten.topk`, `aten.topk.default` | an operator, with or without its overload |
-| `layers.3.mlp`, `layers.*.mlp` | the nodes of a module, wherever that path lies in the model's |
-| `addmm_3` | a node of a post-autograd graph by its name |
-| `g0`, `g0.backward` | a graph, or a part of one |
-| `g0.inference.3`, `graph0/3` | a subgraph, as it is numbered without this rule |
-| `*` | everything |
-"""
+"""Selectors: text that names operators or modules, in rules of placement, in budgets and in acknowledgements."""
 
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from torch.fx import Node
 
 from omnicomp.analysis.nodes import module_path, op_name
-from omnicomp.options.selectors import is_within, names_operator
+from omnicomp.errors import wrong_value
 
-__all__ = ["Rule", "is_within", "last_match", "named_subgraphs", "parse_environment", "parse_rules"]
+
+def is_within(path: str, selector: str) -> bool:
+    """Whether consecutive components of a module's path match those of the selector."""
+    parts, wanted = path.split("."), selector.split(".")
+    return bool(path) and any(
+        all(map(fnmatchcase, parts[start : start + len(wanted)], wanted))
+        for start in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def names_operator(op: str, selector: str) -> bool:
+    """Whether an operator such as `aten.topk.default` matches a selector, with or without its overload."""
+    return fnmatchcase(op, selector) or fnmatchcase(op, f"{selector}.*")
+
+
+def selects(
+    selector: str,
+    op: str,
+    *,
+    node: str = "",
+    modules: Iterable[str] = (),
+    ids: Iterable[str] = (),
+    function: str = "",
+) -> bool:
+    """Whether a selector is for an operator: by its name, its node, its modules, its function, or an id.
+
+    Args:
+        selector: as in rules of placement.
+        op: the operator, or empty if it is not known.
+        node: name of the node.
+        modules: module paths; all of them must be within what the selector names.
+        ids: of the graph, the part and the subgraph.
+        function: qualified name of the compiled function.
+    """
+    paths = tuple(modules)
+    if selector == "*" or selector in ids or (node and selector == node):
+        return True
+    if (op and names_operator(op, selector)) or (function and fnmatchcase(function, selector)):
+        return True
+    return bool(paths) and all(is_within(path, selector) for path in paths)
+
 
 _GRAPH: Final = re.compile(r"(?:g|graph)(\d{1,18})(:\w+)?(?:[./](forward|backward|inference))?(?:[./](\d{1,18}))?")
 
@@ -72,10 +100,10 @@ def parse_rules(given: Mapping[Any, Any], known: Sequence[str]) -> tuple[Rule, .
     for selector, value in given.items():
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, (tuple, list)) or not names or len(set(map(str, names))) != len(names):
-            raise ValueError(f"{selector!r} takes a lowering or a list of different ones, not {value!r}")
+            raise wrong_value(repr(selector), value, "a lowering, or a list of different ones", example="['eager']")
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} for {selector!r} is no lowering; there are {', '.join(known)}")
+            raise wrong_value(repr(selector), unknown[0], known=known)
         rules.append(Rule(str(selector), tuple(names)))
     return tuple(rules)
 
@@ -90,7 +118,7 @@ def parse_environment(text: str, known: Sequence[str]) -> tuple[Rule, ...]:
     for entry in filter(None, map(str.strip, text.split(";"))):
         selector, colon, names = entry.rpartition(":")
         if not colon or not selector.strip():
-            raise ValueError(f"{entry!r} is not of the form selector:lowering")
+            raise wrong_value("an entry", entry, "selector:lowering", example="aten.topk:eager")
         given[selector.strip()] = [name.strip() for name in names.split(",")]
     return parse_rules(given, known)
 

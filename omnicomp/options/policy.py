@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from omnicomp._torch.inductor import compile_fx as inductor
 from omnicomp.devices import resolve_device
-from omnicomp.errors import DeviceError, OptionError, nearest
+from omnicomp.errors import DeviceError, OptionError, nearest, wrong_value
 from omnicomp.options.checks import (
     Check,
     OptionSpec,
@@ -20,24 +20,23 @@ from omnicomp.options.checks import (
     bound,
     choice,
     count,
-    did_you_mean,
+    engine_names,
     function,
+    limit,
     listed,
     mapping_of_mappings,
     names,
     option,
     path,
+    word,
 )
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, parse_dtype_policy
 from omnicomp.options.eager_operators import EAGER_OPERATORS
-from omnicomp.options.engine_names import engine_names
 from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
 from omnicomp.options.placement_rules import Rule, parse_environment, parse_rules
-from omnicomp.privacy import PATHS, PATHS_VARIABLE
+from omnicomp.safety.privacy import PATHS, PATHS_VARIABLE
+from omnicomp.timeline.reasons import text_of
 from omnicomp.timeline.sinks.jsonl import LIMIT_VARIABLE, parse_size
-from omnicomp.timeline.text import text_of
-
-__all__ = ["LOWERINGS", "SPECS", "VERIFYING", "Policy", "effective_options", "parse"]
 
 LOWERINGS: Final = ("override", "inductor", "eager")
 """The default order. Names of engines may be put into it."""
@@ -131,6 +130,14 @@ class Policy:
         names(),
         "names of passes to skip: `attention_fusion`, `dtype_policy`, `legalise`, or a repair such as `repair_losses`",
     )
+    passes: tuple[Any, ...] | None = option(
+        None,
+        lambda name, value: None if value is None else listed(name, value, "passes"),
+        "the only passes to run beside omnicomp's own: `omnicomp.passes.Pass` objects, and names of those that "
+        "installed packages declare; without it, all that they declare. See "
+        "[adding.md](adding.md#a-pass-in-another-package)",
+        in_digest=False,  # `omnicomp.passes.keys` tells which they are
+    )
     disable_overrides: tuple[str, ...] = option((), names(), "names of overrides to skip")
     overrides: tuple[str, ...] | None = option(
         None,
@@ -149,12 +156,27 @@ class Policy:
         "how long two candidates are timed against each other at most",
         in_digest=False,
     )
+    attention_seconds: float = option(
+        2.0,
+        limit("2"),
+        "how long the kernels for attention may be timed while a graph is compiled for CUDA; what is known from "
+        "before costs nothing, and what is left is chosen by rule. `0`: all is. See "
+        "[attention.md](attention.md#kernels-by-measuring)",
+        in_digest=False,
+    )
     on_error: str = option(
         "retreat",
         choice("retreat", "raise", "retry"),
-        'step down to the next lowering when a build or a call fails; `"retry"`: repeat a failed call once before '
+        'retreat to the next lowering when a build or a call fails; `"retry"`: repeat a failed call once before '
         'that; or `"raise"`',
         in_digest=False,
+    )
+    regions: str = option(
+        "auto",
+        choice("auto", "always", "never"),
+        "regions of a graph that repeat, such as the layers of a transformer, are built once and called as often as "
+        'they occur, on the CPU, where that saves two seconds or more and costs no fusion; `"always"`: on other '
+        'devices, too, where their calls were not measured; `"never"`: each is built',
     )
     max_builds: int = option(
         24,
@@ -172,11 +194,29 @@ class Policy:
     speculate: bool = option(
         True,
         boolean,
-        "compile as if a padding mask were full where that pays, check it at each call, and compile a second variant "
-        "when a call needs it; `False`: one variant that is right for every mask",
+        "compile for the class that the values of a mask show (full, causal, …) where that pays, check it at each "
+        "call, and compile another variant when a call needs it; `False`: one variant that is right for every mask",
         in_digest=False,
     )
+    background: bool = option(
+        False,
+        boolean,
+        "calls run eager while another process builds the graph, and the compiled graph takes over between two calls; "
+        "a graph that is called often is built once more for speed, and that build takes over if it is faster. "
+        "`omnicomp.wait()` waits for what is being built. What can't be built so is built as without the option, with "
+        "a reason. See [limits.md](limits.md)",
+        in_digest=False,
+        variable="OMNICOMP_BACKGROUND",
+        read=lambda _, text: text != "0",
+    )
     device: str = option("auto", _device, "the device type to choose passes and lowerings for")
+    tag: str = option(
+        "",
+        word,
+        "the name of what is compiled, for the [three levels](timeline.md#three-levels) of its subgraphs; "
+        "`omnicomp.wrap_module` gives that of the module",
+        in_digest=False,
+    )
     timeline: str | None = option(
         None,
         path,
@@ -211,6 +251,15 @@ class Policy:
         "[acknowledged](audit.md#acknowledgements)",
         in_digest=False,
     )
+    certify: str = option(
+        "off",
+        choice("off", "new", "always"),
+        '`"new"`: what each pass changed is checked by what knows nothing of the pass, and a pass that is refuted is '
+        "left out; certificates are kept by the structure of the change, so that equal layers are one check, and a "
+        'warm start is none. `"always"` checks in each compilation. See [audit.md](audit.md#certificates)',
+        in_digest=False,
+        variable="OMNICOMP_CERTIFY",
+    )
     check_passes: bool = option(
         False,
         boolean,
@@ -236,8 +285,9 @@ class Policy:
     verdicts: str = option(
         "use",
         choice("use", "forget", "off"),
-        'what earlier processes found to fail is cut before the first build; `"forget"`: it is found out again; '
-        '`"off"`: nothing is read or stored. `OMNICOMP_CACHE_DIR` names the folder, `omnicomp bisect` lists it',
+        "what earlier processes found to fail is cut before the first build, and what they decided of attention is "
+        'done again; `"forget"`: it is found out again; `"off"`: nothing is read or stored. `OMNICOMP_CACHE_DIR` '
+        "names the folder, `omnicomp bisect` lists it",
         in_digest=False,
         variable="OMNICOMP_VERDICTS",
     )
@@ -262,6 +312,22 @@ class Policy:
         '"layers.0.*"], "on_excess": "error"}` raises an error that names the operators, lines and levers if a graph '
         'falls back more than that, when it is compiled, restored from a cache, or called; `"warn"`, the default, is '
         "one warning. See [audit.md](audit.md#a-budget)",
+        in_digest=False,
+    )
+    ranks: str = option(
+        "raise",
+        choice("raise", "follow", "warn"),
+        "what is done where the ranks of a distributed job compiled a graph with collectives in different ways, which "
+        'is compared once, before its first call: `"raise"` an error on all of them; `"follow"`: run the part eager on '
+        'all of them, if only the lowering differs, and else raise; `"warn"`: go on, and wait for no rank. See '
+        "[limits.md](limits.md)",
+        in_digest=False,
+        variable="OMNICOMP_RANKS",
+    )
+    ranks_seconds: float | None = option(
+        None,
+        bound("60"),
+        "how long a rank waits for others then; without it, as long as the process group waits in a collective",
         in_digest=False,
     )
     legalise: str = option(
@@ -303,7 +369,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
     """
     mode = mode or "default"
     if mode not in inductor.modes():
-        raise OptionError(f"unknown mode {mode!r}{did_you_mean(mode, inductor.modes())}")
+        raise wrong_value("mode", mode, known=inductor.modes())
     own: dict[str, Any] = {}
     passed_on: dict[str, Any] = {}
     for key, value in (options or {}).items():
@@ -350,12 +416,7 @@ def _placement(value: Any) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
 
 
 def effective_options(policy: Policy, options: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Every option of a policy as text, and who gave it its value: `options`, `mode …`, `environment …` or `default`.
-
-    Args:
-        policy: the validated options.
-        options: what the user passed.
-    """
+    """Every option of a policy as text, and who gave it: `options`, `mode …`, `environment …` or `default`."""
     passed = {str(key).replace("-", "_") for key in options or {}}
     values: dict[str, str] = {}
     origins: dict[str, str] = {}

@@ -1,13 +1,15 @@
 """What is assumed of a graph's inputs where it can't be proved: the check, and whether it pays.
 
-A padding mask that is an input may be full or not. A pass that wants to rewrite as if it were full asks `worth`
-whether that pays, makes an `Assumption`, and hands it to its context. The backend then makes two variants, and checks
-at each call which one is right (`omnicomp.backend.variants`).
+A mask that is an input may be full, causal, or anything else. A pass that wants to rewrite as if it were one of these
+asks `worth` whether that pays, makes an `Assumption`, and hands it to its context. The backend then makes variants, and
+checks at each call which one is right (`omnicomp.backend.variants`).
 """
 
 import dataclasses
+import functools
+import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,11 +21,11 @@ from omnicomp._torch.dtypes import storage_key, was_written
 from omnicomp._torch.dynamo.late_compile import is_subclass
 from omnicomp._torch.inductor.graph_text import TextGraph, to_source
 from omnicomp._torch.symbols import free_unbacked_symbols
+from omnicomp._torch.targets import base_name, is_torchs
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
+from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.timeline import Reason
-
-__all__ = ["Assumption", "assumption", "worth"]
 
 _BY: Final = "speculation"
 
@@ -55,8 +57,11 @@ _WRITES_NOTHING: Final = _TRANSPARENT | frozenset(
     "cond while_loop scan associative_scan map_impl flex_attention".split()
 )
 
+# What a mask adds to a score that a query sees is no less: far from what swallows scores, in any dtype.
+_STILL_SEEN: Final = -1e3
+
 _MOST_NODES: Final = 128
-_MOST_BYTES: Final = 1 << 26
+_MOST_BYTES: Final = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,12 +69,16 @@ class Assumption:
     """Something that a variant of a graph takes for granted, and how to see whether it is so.
 
     Attributes:
-        check: a graph that returns one bool tensor of no dimensions; it neither writes nor draws random numbers.
+        check: a graph that neither writes nor draws random numbers. It returns one bool tensor of no dimensions, or
+            what `mask_classes.statistics` takes if the assumption is about a mask.
         inputs: names of the placeholders of the Dynamo graph that the check takes, in order.
         sentence: the assumption, for example "the padding mask is full".
         saves: what it saves, for people.
         source: `file:line` of the value that it is about.
         bytes: what the check reads and writes, for the sizes seen at compile time.
+        input_bytes: how much of that are the inputs.
+        accepts: kinds of `MaskClass` that a variant can be made for, if it is about a mask.
+        holds: the class that is assumed of the mask; None if it is no mask.
     """
 
     check: GraphModule | TextGraph
@@ -78,6 +87,9 @@ class Assumption:
     saves: str = ""
     source: str = ""
     bytes: int = 0
+    input_bytes: int = 0
+    accepts: frozenset[str] = frozenset()
+    holds: MaskClass | None = None
 
     def as_text(self) -> "Assumption":
         """The same assumption, in a form that pickles.
@@ -92,6 +104,27 @@ class Assumption:
     def key(self) -> tuple[tuple[str, ...], str]:
         """Equal for checks that compute the same of the same inputs."""
         return self.inputs, self.check.code
+
+    @functools.cached_property
+    def shared_key(self) -> Hashable:
+        """Equal for checks of any graphs that compute the same of their inputs and constants."""
+        written = self.check.data["constants"] if isinstance(self.check, TextGraph) else {}
+        return self.check.code, bool(self.accepts), json.dumps(written)
+
+    @functools.cached_property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the check holds itself; whoever remembers its verdict has to look at them, too."""
+        check = self.check
+        if isinstance(check, TextGraph):  # copies, which nobody writes to
+            return ()
+        return tuple(getattr(check, str(node.target)) for node in check.graph.find_nodes(op="get_attr"))
+
+
+def is_cheap(node: Node) -> bool:
+    """Whether a node is one by which masks, positions and views are made, and writes to nothing."""
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
+        return False
+    return _base_name(node) in _CHEAP and (_base_name(node) != "getattr" or node.args[1] in _ATTRIBUTES)
 
 
 class _RefusedError(Exception):
@@ -130,12 +163,12 @@ def assumption(
         The assumption, or why it can't be checked at the entry of the graph.
     """
     try:
-        needed = _backward_slice(root, node, truth=equals is None)
+        needed = _backward_slice(root, (node,), shortened=True, truth=equals is None)
         _refuse_writes(root, needed.nodes)
     except _RefusedError as refused:
         return refused.reason
     return Assumption(
-        check=_check_module(needed, equals),
+        check=_check_module(needed, lambda graph, values: _all_true(graph, values[0], equals)),
         inputs=tuple(n.name for n in needed.placeholders),
         sentence=sentence,
         saves=saves,
@@ -145,18 +178,85 @@ def assumption(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Added:
+    """A part of a mask that is added to the scores.
+
+    Attributes:
+        node: of a floating-point dtype, (batch, heads, queries, keys), each maybe 1.
+        hides: numbers up to this one hide a key.
+    """
+
+    node: Node
+    hides: float
+
+
+def mask_assumption(
+    root: GraphModule,
+    keep: Node | None,
+    added: Sequence[Added],
+    *,
+    accepts: frozenset[str],
+    saves: str = "",
+) -> Assumption | Reason:
+    """Assume that a mask is of a class that its values show.
+
+    Args:
+        root: the whole Dynamo graph (`PassContext.root`).
+        keep: which keys a query sees, bool, (batch, heads, queries, keys), each maybe 1; None: all.
+        added: what is added to the scores as well.
+        accepts: kinds of `MaskClass` that something is done about.
+        saves: what that saves, for people.
+
+    Returns:
+        The assumption, of no class yet, or why it can't be checked at the entry of the graph.
+    """
+    nodes = [*((keep,) if keep is not None else ()), *(item.node for item in added)]
+    try:
+        needed = _backward_slice(root, nodes)
+        _refuse_writes(root, needed.nodes)
+    except _RefusedError as refused:
+        return refused.reason
+
+    def visible(graph: Graph, values: Sequence[Node]) -> Any:
+        call = graph.call_function
+        seen = values[0] if keep is not None else None
+        other: Node | None = None
+        for item, value in zip(added, values[keep is not None :], strict=True):
+            shown = call(operator.gt, (value, _STILL_SEEN))
+            seen = shown if seen is None else call(operator.and_, (seen, shown))
+            more = call(operator.gt, (call(operator.ne, (value, 0)), call(operator.le, (value, item.hides))))
+            # A CPU is slow at looking for a true bool, and fast at looking for a byte.
+            more = call(torch.ne, (call(torch.any, (call(torch.Tensor.view, (more, torch.uint8)),)), 0))
+            other = more if other is None else call(operator.or_, (other, more))
+        return seen, other
+
+    return Assumption(
+        check=_check_module(needed, visible),
+        inputs=tuple(n.name for n in needed.placeholders),
+        sentence="the class of the mask",
+        saves=saves,
+        source=source_line(nodes[0]),
+        bytes=needed.bytes,
+        input_bytes=sum(map(_bytes, needed.placeholders)),
+        accepts=accepts,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """What computes `result`: nodes of the root and of regions inside it, operands first."""
+    """What computes `results`: nodes of the root and of regions inside it, operands first."""
 
     nodes: list[Node]
     origins: dict[Node, Node]  # a region's placeholder, and what the region was called with
     owners: dict[Graph, GraphModule]
     placeholders: list[Node]
-    result: Node
+    results: list[Node]
     bytes: int
 
 
-def _backward_slice(root: GraphModule, node: Node, *, truth: bool) -> _Slice:
+def _backward_slice(
+    root: GraphModule, nodes: Sequence[Node], *, shortened: bool = False, truth: bool = False
+) -> _Slice:
     regions = dict(_callers(root))
     owners = {module.graph: module for module in _modules(root)}
     origins: dict[Node, Node] = {}
@@ -167,14 +267,16 @@ def _backward_slice(root: GraphModule, node: Node, *, truth: bool) -> _Slice:
             item = origins[item]
         return item
 
-    result = resolve(_shortest(node, truth))
-    while (shorter := resolve(_shortest(result, truth))) is not result:
-        result = shorter
-    if _needs_gradient(result):
-        raise _RefusedError(result, "gradients flow to it, which an assumption would cut off")
+    results = [resolve(node) for node in nodes]
+    for index, result in enumerate(results) if shortened else ():
+        while (shorter := resolve(_shortest(result, truth))) is not result:
+            results[index] = result = shorter
+    for result in results:
+        if _needs_gradient(result):
+            raise _RefusedError(result, "gradients flow to it, which an assumption would cut off")
     order: list[Node] = []
     done: set[Node] = set()
-    stack = [(result, False)]
+    stack = [(result, False) for result in reversed(results)]
     while stack:
         item, operands_done = stack.pop()
         if operands_done:
@@ -193,7 +295,7 @@ def _backward_slice(root: GraphModule, node: Node, *, truth: bool) -> _Slice:
         origins=origins,
         owners=owners,
         placeholders=[item for item in order if item.op == "placeholder"],
-        result=result,
+        results=results,
         bytes=sum(_bytes(item) for item in order if _base_name(item) not in _SAME_ELEMENTS),
     )
 
@@ -253,8 +355,12 @@ def _bytes(node: Node) -> int:
 def _base_name(node: Node) -> str:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.rsplit("::", 1)[-1]
-    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+        return base_name(target)
+    name = target if isinstance(target, str) else str(getattr(target, "__name__", target))
+    # A function of the program's own (`allow_in_graph`) may be called what one of torch's is.
+    own = callable(target) and not isinstance(target, torch._ops.HigherOrderOperator)
+    known = not own or getattr(target, "__module__", "") == "builtins" or is_torchs(target)
+    return name if known else f"{getattr(target, '__module__', '')}.{name}"
 
 
 def _modules(root: GraphModule) -> Iterator[GraphModule]:
@@ -317,6 +423,9 @@ def _written(node: Node) -> list[Any]:
         writes = name not in _WRITES_NOTHING
     else:
         writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and not pure_names)
+    if writes and ((node.op == "call_method" and not name.startswith("_")) or getattr(operator, name, None) is target):
+        # Methods and operators write to their first operand: `masked_fill_` and `+=` only read a mask.
+        return [map_arg(node.args[0], fake_value)]
     if writes or bool(node.kwargs.get("inplace")):
         return [fake_value(source) for source in node.all_input_nodes]
     return tree_leaves(map_arg(node.kwargs.get("out"), fake_value))
@@ -327,7 +436,13 @@ def _storages(values: Any) -> set[int]:
     return {key for key in map(storage_key, leaves) if key is not None}
 
 
-def _check_module(needed: _Slice, equals: float | None) -> GraphModule:
+def _all_true(graph: Graph, value: Node, equals: float | None) -> Node:
+    if equals is not None:
+        value = graph.call_function(torch.eq, (value, equals))
+    return graph.call_function(torch.all, (value,))
+
+
+def _check_module(needed: _Slice, finish: Callable[[Graph, Sequence[Node]], Any]) -> GraphModule:
     graph = Graph()
     values: dict[Node, Node] = {}
     constants: dict[str, Any] = {}
@@ -348,33 +463,46 @@ def _check_module(needed: _Slice, equals: float | None) -> GraphModule:
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, copied)
             values[node].meta = {}
-    result = values[needed.result]
-    if equals is not None:
-        result = graph.call_function(torch.eq, (result, equals))
-    graph.output(graph.call_function(torch.all, (result,)))
+    graph.output(finish(graph, [values[result] for result in needed.results]))
     return GraphModule(constants, graph, "Check")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """Seconds that a check costs, bytes it reads a second, and operations a second of attention by what it is given."""
+    """Seconds that a check costs, and operations a second of attention by what it is given.
+
+    A check reads so many `bytes` a second; where inputs are compared with those that are known, as many as `compared`.
+    """
 
     check: float
     bytes: float
+    compared: float | None
     dense: float
     none: float
     causal: float
+    margin: float
 
 
 # A thread of a CPU: torch 2.13 without AVX-512, fp32, 512 to 2048 tokens. A padding mask that is broadcast over the
 # queries costs no more there than the noise, so that nothing is saved where the attention does not become causal.
-_CPU: Final = _Rates(check=20e-6, bytes=1e9, dense=2.5e10, none=2.5e10, causal=4e10)
-# One H200, bf16: a dense mask against the fastest kernel without one. A check waits for the device.
-_ACCELERATOR: Final = _Rates(check=60e-6, bytes=1e12, dense=1.5e14, none=4e14, causal=4e14)
-_MARGIN: Final = 4.0
+_CPU: Final = _Rates(check=20e-6, bytes=1.4e9, compared=8e9, dense=2.5e10, none=2.5e10, causal=4e10, margin=4.0)
+# One H200, bf16: a dense mask against the fastest kernel without one. A check waits for the device; all graphs that get
+# the same mask share it, such as the layers of a model.
+_ACCELERATOR: Final = _Rates(check=60e-6, bytes=1e12, compared=None, dense=1.5e14, none=4e14, causal=4e14, margin=1.0)
+# Bytes for each element of a mask that operators for rows without a key read and write.
+_GUARD_BYTES: Final = 8
 
 
-def worth(device: str, *, flops: int, causal: bool, checked_bytes: int = 0, sites: int = 1) -> Reason | None:
+def worth(
+    device: str,
+    *,
+    flops: int,
+    causal: bool,
+    checked_bytes: int = 0,
+    input_bytes: int = 0,
+    sites: int = 1,
+    guarded: int = 0,
+) -> Reason | None:
     """Whether attention without a mask saves more than a check at each call and a second variant cost.
 
     Args:
@@ -382,21 +510,28 @@ def worth(device: str, *, flops: int, causal: bool, checked_bytes: int = 0, site
         flops: operations of the attention that loses its mask, in all sites of one forward: 4·B·H·Q·K·D each.
         causal: whether it becomes `is_causal`, so that half of it is skipped; otherwise it keeps no mask at all.
         checked_bytes: `Assumption.bytes`.
+        input_bytes: `Assumption.input_bytes`.
         sites: how many those are, for the reason.
+        guarded: elements of a mask that rows without a key need not be looked for in.
 
     Returns:
         None if it pays, otherwise why not.
     """
     rates, threads = (_CPU, torch.get_num_threads()) if device == "cpu" else (_ACCELERATOR, 1)
     saved = flops * (1 / rates.dense - 1 / (rates.causal if causal else rates.none)) / threads
-    cost = rates.check + checked_bytes / rates.bytes
-    if saved >= _MARGIN * cost:
+    saved += guarded * _GUARD_BYTES / rates.bytes
+    cost, first = rates.check, checked_bytes / rates.bytes
+    if rates.compared is None:
+        cost, first = cost + first, 0.0
+    else:
+        cost += input_bytes / rates.compared  # a whole check once, and where a mask is another one
+    if saved >= max(rates.margin * cost, first):
         return None
     return Reason(
         code="not_profitable",
         by=_BY,
         sentence="a check of the mask at each call would cost more than the mask does",
         observed=f"about {saved * 1e6:.0f} µs saved in {sites} site{'s' if sites != 1 else ''} on {device}",
-        needed=f"{_MARGIN:.0f} times the {cost * 1e6:.0f} µs of a check",
+        needed=f"{rates.margin:.0f} times the {cost * 1e6:.0f} µs of a check, and {first * 1e6:.0f} µs of the first",
         lever="pass no mask where nothing is padded",
     )

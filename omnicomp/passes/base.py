@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -22,13 +22,19 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.fx import describe, run_on_fakes
+from omnicomp._torch.dynamo.late_compile import hinted, is_fake
+from omnicomp._torch.fx import Effects, copy_module, describe, effects, traced_again
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
+from omnicomp.analysis.certify import Assumption as Claim
+from omnicomp.analysis.certify import Certificate
 from omnicomp.analysis.nodes import all_nodes, fake_value, module_path, op_name, source_line, submodules
 from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
+from omnicomp.passes.certificates import certified
+from omnicomp.passes.mask_classes import GENERAL, MaskClass
+from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
@@ -48,6 +54,7 @@ class PassContext:
         speculate: whether a pass may rewrite as if something were so that can be checked when the graph is called; it
             says what by `assume`.
         assumptions: what passes assumed so far.
+        answers: the classes of masks that a variant is made for, by the key of the assumption; None: those of `inputs`.
         root: the whole graph, which `run_pipeline` sets; a pass is run on the graphs inside it, too.
         memo: what a pass keeps from one of these graphs to the next; empty when it starts.
         inputs: what the graph is called with first, one a placeholder: real or fake tensors and symbolic sizes; none
@@ -55,6 +62,12 @@ class PassContext:
         rewrites: the number of rewrites of each pass.
         traced_under: what makes the context managers that are in force while autograd traces the graph.
         retyped: dtypes of outputs that the device can't hold, each with the one that it has instead.
+        modified_by: names of the passes that changed the graph so far.
+        running: name of the pass that is at work, or was when the pipeline ended.
+        replay: whether a pass may do what it did before for the same graph, in this process or another.
+        certify: the option: which changes of passes are checked.
+        certificates: those of this compilation, by key.
+        settled: what `settle` was asked: the question, the guess, and the class.
     """
 
     graph_id: str
@@ -63,6 +76,7 @@ class PassContext:
     training: bool
     speculate: bool = False
     assumptions: list[Assumption] = dataclasses.field(default_factory=list[Assumption])
+    answers: Mapping[Hashable, MaskClass] | None = None
     root: GraphModule | None = None
     memo: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     inputs: Sequence[Any] = ()
@@ -72,6 +86,14 @@ class PassContext:
     )
     retyped: set[tuple[torch.dtype, torch.dtype]] = dataclasses.field(
         default_factory=set[tuple[torch.dtype, torch.dtype]]
+    )
+    modified_by: set[str] = dataclasses.field(default_factory=set[str])
+    running: str = ""
+    replay: bool = False
+    certify: str = "off"
+    certificates: dict[str, Certificate] = dataclasses.field(default_factory=dict[str, Certificate])
+    settled: list[tuple[Assumption, MaskClass, MaskClass]] = dataclasses.field(
+        default_factory=list[tuple[Assumption, MaskClass, MaskClass]]
     )
 
     def assume(self, assumption: Assumption) -> None:
@@ -85,6 +107,44 @@ class PassContext:
         if all(assumption.key != known.key for known in self.assumptions):
             self.assumptions.append(assumption)
 
+    def settle(self, question: Assumption, guess: MaskClass) -> MaskClass:
+        """Record that the graph is right only where a mask is of the class that it is assumed to be of.
+
+        Args:
+            question: of no class yet.
+            guess: the class if there are no values yet to look at.
+
+        Returns:
+            The class, which may be the general one: then the graph has to be right for any mask.
+
+        Raises:
+            PassError: the context does not allow to speculate.
+        """
+        known = next((item.holds for item in self.assumptions if item.key == question.key), None)
+        if known is None:
+            known = self._class_of(question, guess) if self.answers is None else self.answers.get(question.key, GENERAL)
+            self.assume(dataclasses.replace(question, holds=known))
+            self.settled.append((question, guess, known))
+        return known
+
+    def withdraw(self, question: Assumption) -> None:
+        """Forget what `settle` recorded, as nothing was done about it."""
+        self.assumptions = [item for item in self.assumptions if item.key != question.key]
+
+    def _class_of(self, question: Assumption, guess: MaskClass) -> MaskClass:
+        assert self.root is not None
+        names = [node.name for node in self.root.graph.find_nodes(op="placeholder")]
+        if len(names) != len(self.inputs):
+            return guess
+        values = [hinted(self.inputs[names.index(name)]) for name in question.inputs]
+        if any(map(is_fake, values)):
+            return guess
+        if capturing():
+            return GENERAL
+        (found,) = Checker([question]).verdicts([values])
+        assert isinstance(found, MaskClass)
+        return found
+
     def count(self, name: str) -> None:
         """Count a place that the pass `name` rewrote, without an event of its own."""
         self.rewrites[name] += 1
@@ -93,9 +153,20 @@ class PassContext:
         """Have something in force while autograd traces the graph and its parts are compiled."""
         self.traced_under.append(make)
 
-    def rewrite(self, name: str, kind: str, node: Node, *, target: str, detail: str = "") -> None:
-        """Record that the pass `name` rewrote the place anchored at `node`."""
-        self.count(name)
+    def rewrite(
+        self,
+        name: str,
+        kind: str,
+        node: Node,
+        *,
+        target: str,
+        detail: str = "",
+        kept: bool = False,
+        timed: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record that the pass `name` rewrote the place anchored at `node`, or found it as it should be (`kept`)."""
+        if not kept:
+            self.count(name)
         self.timeline.append(
             Rewrite(
                 graph=self.graph_id,
@@ -106,6 +177,8 @@ class PassContext:
                 module=module_path(node),
                 target=target,
                 detail=detail,
+                kept=kept,
+                timed=dict(timed or {}),
             )
         )
 
@@ -150,10 +223,21 @@ class Pass:
     """
 
     name: ClassVar[str]
+    runs_after: ClassVar[str] = ""
+    """For a pass from outside: the name of the one that it runs behind; by default `attention_fusion`."""
+    runs_before: ClassVar[str] = ""
+    """For a pass from outside: the name of the one that it runs in front of."""
+    version: ClassVar[str] = ""
+    """For a pass from outside: changes when it rewrites the same graph otherwise, and its sources don't tell."""
     checked: ClassVar[bool] = True
     """Whether the outputs must be what they were on fake tensors; a repair's were described wrongly before."""
     told: ClassVar[bool] = True
     """Whether a run that rewrote nothing is recorded."""
+
+    def claims(self, context: PassContext) -> tuple[Claim, ...]:
+        """What the rewrites of this pass rest on, for their certificates; nothing: they are equal in each bit."""
+        del context
+        return ()
 
     def of(self, policy: Policy) -> "Pass":
         """This pass with the options that the user's policy gives it."""
@@ -197,8 +281,23 @@ class Pass:
             training=training,
             inputs=inputs,
         )
-        modified = run_pipeline((self,), module, context, check=True, shown=False)
+        strict = () if type(self).__module__.startswith("omnicomp.") else (self.name,)
+        modified = run_pipeline((self,), module, context, check=True, strict=strict, shown=False)
         return Applied(module=module, modified=modified, events=context.timeline.events())
+
+    def as_function(self) -> Callable[[GraphModule, Sequence[Any]], GraphModule]:
+        """This pass as a plain function, for programs that keep a list of passes of ATen graphs, such as torchtitan's.
+
+        It takes a graph and its inputs, real or fake, and returns the graph, traced again where it was rewritten: of
+        operators of ATen alone, with `meta["val"]`.
+        """
+
+        def graph_pass(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+            applied = self.apply(gm, example_inputs)
+            return traced_again(gm, example_inputs) if applied.modified else gm
+
+        graph_pass.__name__ = self.name
+        return graph_pass
 
 
 def digest(passes: Sequence[Pass]) -> str:
@@ -225,7 +324,9 @@ def run_pipeline(
     context: PassContext,
     *,
     disabled: Collection[str] = (),
+    left_out: Mapping[str, str] | None = None,
     check: bool = False,
+    strict: Collection[str] = (),
     shown: bool = True,
 ) -> bool:
     """Run the passes in order on `module` and its submodules, in place.
@@ -235,7 +336,9 @@ def run_pipeline(
         module: the whole graph.
         context: where they report.
         disabled: names of passes to skip.
+        left_out: names of further ones, with the reason.
         check: whether each pass' result is run on fake tensors.
+        strict: names of passes whose results always are, and are compared with the graph as it was.
         shown: whether the progress line may show the passes.
 
     Returns:
@@ -248,19 +351,23 @@ def run_pipeline(
     context.root = module
     changed = False
     for item in passes:
-        if item.name in disabled:
-            _record(context, item, applied=False, note="switched off by the option disable_passes")
+        context.running = item.name
+        skipped = "switched off by the option disable_passes" if item.name in disabled else ""
+        skipped = skipped or (left_out or {}).get(item.name, "")
+        if skipped:
+            _record(context, item, applied=False, note=skipped)
             continue
         text = f"pass {item.name} on {context.graph_id}"
         with activity("pass", text, shown=shown, graph=context.graph_id, by=item.name):
-            modified = _run_pass(item, module, context, check=check)
+            modified = _run_pass(item, module, context, check=check, strict=item.name in strict)
         if modified:
             changed = True
+            context.modified_by.add(item.name)
             dump(context.graph_id, item.name, module)
     return changed
 
 
-def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: bool) -> bool:
+def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: bool, strict: bool) -> bool:
     start = time.perf_counter()
     before: Counter[str] | None = None
     reported = context.rewrites[item.name]  # of an earlier run of the same pass
@@ -269,7 +376,7 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: b
     for region in _regions(module):
         if item.applies(region, context):
             before = _count(module) if before is None else before
-            modified |= _run_on_region(item, region, context, check=check)
+            modified |= _run_on_region(item, region, context, check=check, strict=strict)
     if before is None:
         if item.told:
             _record(
@@ -297,10 +404,14 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: b
     return modified
 
 
-def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, check: bool) -> bool:
+def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, check: bool, strict: bool) -> bool:
     fingerprint = _fingerprint(region)
-    outputs = _output_values(region)
-    result = item.run(region, context)
+    known, outputs = set(region.graph.nodes), _outputs(region)
+    old = copy_module(region, lazy=True) if strict or context.certify != "off" else None
+    before = old if strict else None
+    result: Any = item.run(region, context)
+    if not isinstance(result, PassResult):
+        raise PassError(f"the pass {item.name!r} returned {type(result).__name__}; return PassResult(module, modified)")
     if result.graph_module is not region:
         raise PassError(f"the pass {item.name!r} must rewrite the graph in place and return the same GraphModule")
     really = _fingerprint(region) != fingerprint
@@ -315,9 +426,34 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
         except (RuntimeError, ValueError) as error:
             raise PassError(f"the pass {item.name!r} left a broken graph: {error}") from error
         region.recompile()
-        if check and item.checked:
-            _verify(item, region, outputs, context.retyped)
+        if before is not None:
+            _check_inputs(item, region, fingerprint)
+            _check_new(item, region, known)
+        if (check and item.checked) or strict:
+            _verify(item, region, outputs, before, context)
+        if context.certify != "off" and old is not None:
+            _certify(item, region, old, context)
     return really
+
+
+def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassContext) -> None:
+    """Check what a pass changed.
+
+    Raises:
+        NotCertifiedError: it computes something else.
+    """
+    found = certified(
+        item.name,
+        item.claims(context),
+        old,
+        region,
+        graph=context.graph_id,
+        assumed=context.assumptions,
+        known=context.certificates,
+        always=context.certify == "always",
+    )
+    for event in found:
+        context.timeline.append(event)
 
 
 def _record(context: PassContext, item: Pass, **fields: Any) -> None:
@@ -343,29 +479,58 @@ def _fingerprint(module: GraphModule) -> tuple[Any, ...]:
     return tuple((n.name, n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes)
 
 
-def _output_values(module: GraphModule) -> list[Any]:
+def _outputs(module: GraphModule) -> list[Any]:
+    """The values that a graph returns: fake tensors, or what else is there."""
     output = next(iter(reversed(module.graph.nodes)))
-    leaves = [leaf for leaf in tree_leaves(output.args) if isinstance(leaf, Node)]
-    return [leaf.meta.get("example_value") for leaf in leaves]
+    return [leaf.meta.get("example_value") if isinstance(leaf, Node) else leaf for leaf in tree_leaves(output.args)]
 
 
-def _verify(item: Pass, region: GraphModule, before: list[Any], retyped: set[tuple[torch.dtype, torch.dtype]]) -> None:
-    """Run the rewritten graph on fake tensors, and compare its outputs with what they were."""
+def _check_inputs(item: Pass, region: GraphModule, before: Sequence[Any]) -> None:
+    """The graph is called with what it was called with before."""
+    old = [name for name, op, *_ in before if op == "placeholder"]
+    new = [node.name for node in region.graph.find_nodes(op="placeholder")]
+    if old != new:
+        raise PassError(f"the pass {item.name!r} changed the inputs from ({', '.join(old)}) to ({', '.join(new)})")
+
+
+def _check_new(item: Pass, region: GraphModule, known: Collection[Node]) -> None:
+    """What was inserted has a fake value, by which later passes go."""
+    for node in region.graph.nodes:
+        if node.op.startswith("call_") and node not in known and node.users and "example_value" not in node.meta:
+            raise PassError(
+                f"the pass {item.name!r} inserted {node.name} without a fake value; insert it by "
+                "omnicomp.analysis.nodes.insert_call, or set its meta['example_value']"
+            )
+
+
+def _verify(
+    item: Pass, region: GraphModule, known: list[Any], before: GraphModule | None, context: PassContext
+) -> None:
+    """Run the rewritten graph on fake tensors, and compare its outputs with what they were.
+
+    With the graph as it was, what both write to and what is in one memory is compared as well.
+    """
     inputs = [node.meta.get("example_value") for node in region.graph.find_nodes(op="placeholder")]
     if any(value is None for value in inputs):
         return  # a region whose inputs Dynamo did not describe
+    expected = _effects_or_none(before, inputs, context)
     try:
-        outputs = run_on_fakes(region, inputs)
+        done = effects(region, inputs, gradients=context.training)
     except GuardOnDataDependentSymNode:
         return  # it depends on values that no fake tensor has, so that running it proves nothing
     except Exception as error:
+        if before is not None and expected is None:
+            return  # as before
         raise PassError(f"the pass {item.name!r} left a graph that does not run on fake tensors: {error}") from error
-    after = [value for value in tree_leaves(outputs) if isinstance(value, torch.Tensor)]
-    before = [value for value in before if isinstance(value, torch.Tensor)]
-    if len(before) != len(after):
-        raise PassError(f"the pass {item.name!r} changed the number of outputs from {len(before)} to {len(after)}")
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        same = old.dtype == new.dtype or (old.dtype, new.dtype) in retyped
+    after = done.outputs
+    if len(known) != len(after):
+        raise PassError(f"the pass {item.name!r} changed the number of outputs from {len(known)} to {len(after)}")
+    for index, (old, new) in enumerate(zip(known, after, strict=True)):
+        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+            if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor):
+                raise PassError(f"the pass {item.name!r} made another kind of value of output {index}")
+            continue
+        same = old.dtype == new.dtype or (old.dtype, new.dtype) in context.retyped
         # A size that depends on data is a new symbol each time.
         moved = old.shape != new.shape if not free_unbacked_symbols(old) else old.dim() != new.dim()
         if moved or not same or old.device != new.device:
@@ -373,6 +538,35 @@ def _verify(item: Pass, region: GraphModule, before: list[Any], retyped: set[tup
                 f"the pass {item.name!r} changed output {index} from {_describe(old)} to {_describe(new)}; "
                 "an output keeps its shape, dtype and device"
             )
+        strided = before is not None and old.layout == torch.strided and not free_unbacked_symbols(old)
+        if strided and old.stride() != new.stride():
+            raise PassError(
+                f"the pass {item.name!r} changed the strides of output {index} from {old.stride()} to {new.stride()}; "
+                "an output keeps its layout"
+            )
+        if context.training and old.requires_grad and not new.requires_grad:
+            raise PassError(f"the pass {item.name!r} left output {index} without a gradient, which it had")
+    if expected is not None and done.written != expected.written:
+        raise PassError(
+            f"the pass {item.name!r} changed which inputs the graph writes to, from {_listed(expected.written)} to "
+            f"{_listed(done.written)}"
+        )
+    if expected is not None and done.shared != expected.shared:
+        raise PassError(f"the pass {item.name!r} changed which inputs and outputs are in the same memory")
+
+
+def _effects_or_none(module: GraphModule | None, inputs: Sequence[Any], context: PassContext) -> Effects | None:
+    """What a graph does on fake tensors; None if it does not run on them."""
+    if module is None:
+        return None
+    try:
+        return effects(module, inputs, gradients=context.training)
+    except Exception:  # noqa: BLE001 - the graph as it was, of which nothing is to be said
+        return None
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices)) or "none"
 
 
 def _describe(value: torch.Tensor) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from omnicomp.analysis.certify import FINITE_INPUTS, NO_OVERFLOW, ROUNDING, Assumption
 from omnicomp.analysis.nodes import op_name
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, short
 from omnicomp.options.policy import Policy
@@ -32,9 +33,9 @@ from omnicomp.passes.dtypes.rewrite import Compute, Rewriting
 from omnicomp.passes.dtypes.rules import Decision, decide, floating_dtypes
 from omnicomp.timeline import Option, Reason
 
-__all__ = ["DtypePass"]
-
 _TOLD: Final = "told"
+# How many roundings of the narrowest dtype a result may be off, where no bound is asked for.
+_ROUNDINGS: Final = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,15 @@ class DtypePass(Pass):
     name: ClassVar[str] = NAME
     policy: DtypePolicy = PRESETS["keep"]
     bound: Bound | None = None
+
+    def claims(self, context: PassContext) -> tuple[Assumption, ...]:
+        """Another rounding, which the option `dtype_error` may bound, and a smaller range in float16."""
+        policy = self.policy
+        dtypes = [dtype for dtype in (policy.compute, *policy.ops.values(), *policy.modules.values()) if dtype]
+        dtypes += [FLOAT8] if policy.fp8 else [torch.bfloat16] if policy.auto else []
+        roundings = _ROUNDINGS * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        bound = roundings if self.bound is None else self.bound.error
+        return (Assumption(ROUNDING, detail=f"{bound:g}"), *map(Assumption, (NO_OVERFLOW, FINITE_INPUTS)))
 
     def of(self, policy: Policy) -> "DtypePass":
         """This pass with the options that the user's policy gives it."""

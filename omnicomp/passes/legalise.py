@@ -1,30 +1,77 @@
-"""The option `legalise`: what a device can't compute in, or can't even hold, becomes what it can.
+"""Which nodes of a graph the device can't run as they are."""
 
-A device whose `Capabilities` are `exhaustive` says which dtypes it lacks. Each operator that would compute in such a
-one computes in the nearest that is there: the smallest that has all its values, else the widest of those that don't.
-Values are cast where they are used; results keep the dtype they were computed in until something observes them, and
-have the program's again in outputs and in what is changed in place, if it can be stored. An input in a dtype that the
-device can't hold is a tensor of the host: its gradient has that dtype again.
-
-It runs first and last. First, so that the passes after it see the dtypes that will be computed in, and choose kernels
-and lower products by those. Last, as a pass may put in what the program did not have, such as positions in int64.
-"""
-
+import contextlib
 import dataclasses
-from typing import ClassVar
+from collections.abc import Generator
+from typing import Any, ClassVar
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from omnicomp._torch.dtypes import ENTER
+from omnicomp.analysis.certify import NO_OVERFLOW, ROUNDING, Assumption
 from omnicomp.analysis.nodes import op_name
+from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
+from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.dtypes import Legal
+from omnicomp.passes.legal.fakes import CAST, CASTS, FILLS, MARK, gathers, leaves, moves
 from omnicomp.passes.legal.rewrite import Rewriting
-from omnicomp.passes.legal.scan import in_transform, lacking, lacks_autocast, missing, without_missing_autocast
 
-__all__ = ["Legalise"]
+
+def lacks_autocast(device: Device, legal: Legal) -> bool:
+    """Whether autocast is on, to a dtype that the device lacks."""
+    return torch.is_autocast_enabled(device.type) and not legal.computes(torch.get_autocast_dtype(device.type))
+
+
+@contextlib.contextmanager
+def without_missing_autocast(device: Device, legal: Legal) -> Generator[None]:
+    """Autocast to a dtype that the device has, while a graph is traced under autocast to one that it lacks.
+
+    The graph itself switches autocast off, but the operators of its derivative are traced outside of that. It must not
+    be off altogether here: AOTAutograd switches off in each call what was on while it traced.
+    """
+    dtype = torch.get_autocast_dtype(device.type)
+    nearest = legal.nearest(dtype)
+    if nearest is None or not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    torch.set_autocast_dtype(device.type, nearest)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(device.type, dtype)
+
+
+def lacking(node: Node, legal: Legal, *, training: bool) -> bool:
+    """Whether a node computes in, or is, something that the device lacks; its casts of other nodes are none."""
+    if MARK in node.meta or node.op not in ("call_function", "call_method"):
+        return False
+    if node.target is CAST or node.target is torch.Tensor.copy_ or node.target == "copy_":
+        return not all(legal.stores(leaf.dtype) for leaf in leaves(node)) and "copy_" not in op_name(node)
+    if node.target is ENTER and node.args[2]:
+        dtype: Any = node.args[1] or torch.get_autocast_dtype(str(node.args[0]))
+        return not legal.computes(dtype)
+    stored = moves(node) or kind(node) in FILLS or kind(node) in CASTS or kind(node) == "getitem"
+    known = legal.stores if stored and not (training and gathers(node)) else legal.computes
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        known = legal.stores
+    operands = [leaf for operand in node.all_input_nodes if MARK not in operand.meta for leaf in leaves(operand)]
+    return not all(known(leaf.dtype) for leaf in (*leaves(node), *operands))
+
+
+def missing(node: Node, legal: Legal) -> torch.dtype:
+    """A dtype of a node that is `lacking`."""
+    used = [leaf.dtype for value in (node, *node.all_input_nodes) for leaf in leaves(value)]
+    return next((dtype for dtype in used if not legal.computes(dtype)), torch.get_default_dtype())
+
+
+def in_transform(module: GraphModule) -> Node | None:
+    """The first node of a region that enters a transform of torch.func, whose values are no plain tensors."""
+    return next((n for n in module.graph.nodes if op_name(n).endswith("_increment_nesting")), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +87,10 @@ class Legalise(Pass):
     mode: str = "warn"
     log: bool = True
 
+    def claims(self, context: PassContext) -> tuple[Assumption, ...]:
+        """Another rounding, and the range of the dtype that the device has."""
+        return tuple(map(Assumption, (ROUNDING, NO_OVERFLOW)))
+
     def of(self, policy: Policy) -> "Legalise":
         """This pass with the options that the user's policy gives it."""
         return Legalise(mode=policy.legalise, log=policy.summary)
@@ -51,7 +102,9 @@ class Legalise(Pass):
         legal = Legal.of(context.device.capabilities())
         if legal is None:
             return False
-        return lacks_autocast(context.device, legal) or any(lacking(node, legal) for node in module.graph.nodes)
+        return lacks_autocast(context.device, legal) or any(
+            lacking(node, legal, training=context.training) for node in module.graph.nodes
+        )
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite one region.
@@ -66,7 +119,7 @@ class Legalise(Pass):
         decisions = Decisions(self.name, context, strict=self.mode == "error", log=self.log)
         entered = in_transform(module)
         if entered is not None:
-            first = next((node for node in module.graph.nodes if lacking(node, legal)), None)
+            first = next((node for node in module.graph.nodes if lacking(node, legal, training=context.training)), None)
             if first is None:
                 return PassResult(module, False)
             why = f"is inside the transform of torch.func at {entered.name} ({op_name(entered)})"

@@ -23,25 +23,19 @@ from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import Pass, PassContext
 
-__all__ = [
-    "Repair",
-    "RepairAssertions",
-    "RepairDropout",
-    "RepairFirstCall",
-    "RepairLosses",
-    "RepairOut",
-    "RepairReturnedInputs",
-    "RepairStrides",
-    "RepairTangents",
-    "RepairUint8Resize",
-    "multilabel_margin_loss",
-]
-
 _BUILTIN: Any = getattr(torch._C, "_nn")  # noqa: B009 - made at run time, and unknown to type checkers
 _MULTILABEL: Final = (F.multilabel_margin_loss, _BUILTIN.multilabel_margin_loss)
 _MULTICLASS: Final = (F.multi_margin_loss, _BUILTIN.multi_margin_loss)
 _DROPOUTS: Final = (torch.nn.functional.dropout, torch.dropout, torch.ops.aten.dropout.default)
-_CONTIGUOUS: Final = ("log_sigmoid", "logsigmoid", "angle", "take", "one_hot")  # in eager, whatever the input
+_CONTIGUOUS: Final = (
+    "log_sigmoid",
+    "logsigmoid",
+    "angle",
+    "take",
+    "one_hot",
+    "rrelu",
+    "pow",
+)  # in eager, whatever the input
 _COPIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "example_value")
 
 
@@ -265,6 +259,10 @@ def _loses_contiguity(node: Node) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     if op_name(node).endswith("angle") and not value.is_complex():
+        return False
+    if op_name(node).endswith("pow") and (node.op == "call_method" or isinstance(node.args[0], Node)):
+        return False  # only of a number as the base
+    if op_name(node).endswith("rrelu") and (node.kwargs.get("inplace") or node.args[4:5] == (True,)):
         return False
     # A question about symbols would be a guard.
     return any(type(number) is not int for number in (*value.shape, *value.stride())) or not value.is_contiguous()

@@ -30,18 +30,16 @@ from omnicomp._torch.autograd.compiled_function import (
 )
 from omnicomp._torch.dynamo.control_flow import disable
 from omnicomp._torch.user_code import has_effects, user_operators
+from omnicomp.analysis.collectives import communicates
 from omnicomp.analysis.costs import size_of
-from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
+from omnicomp.analysis.nodes import all_nodes, fake_value
 from omnicomp.analysis.random_state import generator_states
 from omnicomp.errors import GradientError, Once, add_note
-from omnicomp.forks import new_lock
-
-__all__ = ["LEVER", "EagerGradients"]
+from omnicomp.safety.forks import new_lock
 
 LEVER: Final = "set options={'autograd': 'eager'}, with which training runs by eager's autograd"
 # Inputs that are neither parameters nor buffers are held until the results are gone, up to this size.
 _HELD_BYTES: Final = 64 * 2**20
-_COLLECTIVES: Final = ("_c10d_functional", "c10d", "symm_mem", "_dtensor")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -106,17 +104,16 @@ class EagerGradients:
         if len(self._statistics) < len(results.written):
             self.refusal = self.refusal or "it writes to an input"
         forward, backward = function.forward, function.backward
-        self._sources, self._function = results.sources, function
-        self._slots = [position for position, _, _ in results.sources]
+        self._sources, self._function, self._written = results.sources, function, results.followed
+        self._slots = [position for position, *_ in (*results.followed, *results.sources)]
         self._original = backward
-        if results.followed:
-            function.backward = staticmethod(self._followed)
-            return
 
         def keeping(ctx: Any, *inputs: Any) -> Any:
             if not in_compiled_autograd():
                 ctx.set_materialize_grads(False)
             returned = forward(ctx, *inputs)
+            if self._written:
+                return returned
             watched = self._watched
             if watched is None:
                 watched = self._watched = self._unsaved(ctx, inputs)
@@ -126,7 +123,7 @@ class EagerGradients:
 
         fill_in_compiled_autograd(function, self._fill_static)
         function.forward = staticmethod(keeping)
-        function.backward = staticmethod(self._backward)
+        function.backward = staticmethod(self._followed if results.followed else self._backward)
 
     def _unsaved(self, ctx: Any, inputs: Sequence[Any]) -> tuple[int, ...]:
         """The inputs that autograd does not save, and so does not watch.
@@ -148,12 +145,22 @@ class EagerGradients:
 
     def _followed(self, ctx: Any, *args: Any) -> Any:
         """The backward of a graph whose writes to inputs autograd follows: compiled, whatever is asked for."""
-        found = self._original(ctx, *args)
+        grads: list[Any] = args[0] if len(args) == 1 and isinstance(args[0], list) else list(args)
+        given = tuple([grads[position] is not None for position in self._slots])
+        found = self._original(ctx, *self._filled(ctx, grads, bool(args) and grads is args[0]))
         if torch.is_grad_enabled():
             for value in found:
                 if value is not None and value.grad_fn is not None:
                     value.grad_fn.register_prehook(lambda _: _refuse(self.refusal))
-        return found
+        return self._without_part(found, given)
+
+    def _without_part(self, found: Any, given: tuple[bool, ...]) -> Any:
+        """Gradients with None for the inputs that take no part in the results which have a gradient."""
+        autograd = None if all(given) else self._graph_of_autograd()
+        if autograd is None:
+            return found
+        reached, _ = autograd.reached(given)
+        return tuple([value if index in reached else None for index, value in enumerate(found)])
 
     def _backward(self, ctx: Any, *args: Any) -> Any:
         grads: list[Any] = args[0] if len(args) == 1 and isinstance(args[0], list) else list(args)
@@ -202,12 +209,7 @@ class EagerGradients:
             call.later = self._versions(call)
         if twice:
             return self._not_twice(call, found, refusal)
-        if not all(given):
-            autograd = self._graph_of_autograd()
-            if autograd is not None:
-                reached, _ = autograd.reached(given)
-                return tuple([value if index in reached else None for index, value in enumerate(found)])
-        return found
+        return self._without_part(found, given)
 
     def _not_twice(self, call: _Call, found: Sequence[Any], refusal: str) -> Any:
         """Gradients of which a derivative raises an error that says why."""
@@ -226,10 +228,12 @@ class EagerGradients:
     def _fill_static(self, grads: list[Any]) -> None:
         """The same where the sizes of results are known without a call."""
         results: Any = self._graph.graph.output_node().args[0]
+        likes = [(position, self._placeholders[index]) for position, index in self._written]
         for position, index, of_base in self._sources:
+            like = fake_value(results[index])
+            likes.append((position, like._base if of_base else like))
+        for position, like in likes:
             if grads[position] is None:
-                like = fake_value(results[index])
-                like = like._base if of_base else like
                 if not all(type(size) is int for size in like.shape):
                     raise GradientError(
                         f"compiled autograd needs a gradient for each result of a dynamic graph; {LEVER}"
@@ -300,7 +304,9 @@ class EagerGradients:
                 self._traced = True
                 try:
                     with self._inside():
-                        self._autograd = AutogradGraph(self._run, self._placeholders, self._sources)
+                        self._autograd = AutogradGraph(
+                            self._run, self._placeholders, self._sources, [index for _, index in self._written]
+                        )
                 except Exception as error:  # noqa: BLE001 - becomes the reason in the timeline
                     self._recorded(f"which inputs have no gradient is not known: {error}")
             return self._autograd
@@ -360,6 +366,6 @@ def _refusal(graph: GraphModule) -> str:
     for node in all_nodes(graph):
         if node.op == "call_function" and has_effects(node):
             return "it has effects beside its results"
-        if node.op == "call_function" and op_name(node).startswith(_COLLECTIVES):
+        if node.op == "call_function" and communicates(node.target):
             return "it takes part in a collective"
     return ""

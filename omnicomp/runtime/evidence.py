@@ -18,16 +18,14 @@ import torch
 
 from omnicomp._torch.autograd.call_hooks import tapped
 from omnicomp.analysis.accuracy import PRECISIONS
-from omnicomp.analysis.stable_identity import size_class
+from omnicomp.analysis.hashes import size_class
 from omnicomp.errors import LoweringError
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.lowerings.overrides.trust import classify, distrust, distrusted, is_trusted, trust
 from omnicomp.runtime.override_check import Trial, devices_of, try_backward, try_forward
 from omnicomp.timeline import Reason, Verification
-from omnicomp.timeline.step_down import record_step_down
-
-__all__ = ["FirstCallObserver", "Rejected", "rejectable"]
+from omnicomp.timeline.recorder import record_step_down
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

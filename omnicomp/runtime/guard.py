@@ -21,26 +21,19 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.dynamo.forward_mode import carries_tangents
 from omnicomp._torch.inductor.compile_fx import live_inputs
 from omnicomp._torch.user_code import has_begun, has_effects, raised_by
+from omnicomp.analysis.collectives import communicates
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.analysis.random_state import SEEDED, SEEDS, GeneratorStates, default_generators, draws_at_random
-from omnicomp.errors import add_note, first_line, harmless
-from omnicomp.forks import new_lock
+from omnicomp.errors import LoweringError, add_note, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.runtime.ranks import explain, fail
+from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Reason
-from omnicomp.timeline.step_down import record_step_down
-
-__all__ = [
-    "Boxed",
-    "Guard",
-    "drawing_devices",
-    "draws_random_numbers",
-    "obstacle",
-    "recorded_as_cudagraph",
-]
+from omnicomp.timeline.recorder import record_step_down
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
-_COLLECTIVES: Final = ("_c10d_functional.", "c10d.", "c10d_functional.", "_dtensor.", "symm_mem.")
+_COMMUNICATES: Final = "takes part in a collective"
 _DRAWS: Final = "draws random numbers"
 # A CUDA context is of no use after these.
 _DEVICE_LOST: Final = (
@@ -67,15 +60,28 @@ def obstacle(module: GraphModule, part: str = "") -> Reason | None:
         if sentence == _DRAWS and part:
             sentence = _drawn_elsewhere(node, part)
         if sentence:
-            return Reason(
-                code="not_repeatable",
-                by="execution",
-                sentence=f"a failed call can't be repeated, as the graph {sentence}",
-                node=f"{node.name} ({op_name(node)})",
-                source=source_line(node),
-                lever="run the part eager from the start with options={'lowerings': ['eager']}",
-            )
+            return _not_repeatable(node, sentence)
     return None
+
+
+def _not_repeatable(node: Node, effect: str) -> Reason:
+    return Reason(
+        code="not_repeatable",
+        by="execution",
+        sentence=f"a failed call can't be repeated, as the graph {effect}",
+        node=f"{node.name} ({op_name(node)})",
+        source=source_line(node),
+        lever="run the part eager from the start with options={'lowerings': ['eager']}",
+    )
+
+
+def beside_collectives(module: GraphModule) -> Reason | None:
+    """Why a failed call of a piece of this graph must not be repeated although the piece has no effects.
+
+    It would run eager on this rank alone, beside collectives of all.
+    """
+    node = next((node for node in module.graph.nodes if _effect(node) == _COMMUNICATES), None)
+    return None if node is None else _not_repeatable(node, _COMMUNICATES)
 
 
 def _drawn_elsewhere(node: Node, part: str) -> str:
@@ -127,9 +133,10 @@ def draws_random_numbers(module: GraphModule) -> Node | None:
 
 
 def _effect(node: Node) -> str:
-    name = op_name(node)
-    if name.startswith(_COLLECTIVES):
-        return "takes part in a collective"
+    if node.op != "call_function":
+        return ""
+    if communicates(node.target):
+        return _COMMUNICATES
     if has_effects(node):
         return "has effects beside its results"
     schema = getattr(node.target, "_schema", None)
@@ -240,6 +247,40 @@ class Guard:
         )
         self._record(built.lowering, reason, attempts=False, ran=built)
 
+    def refuse(self, difference: str) -> None:
+        """Have all calls go to eager, as the inputs of the first are not what the code was built for.
+
+        Raises:
+            LoweringError: there is no eager graph to go to.
+        """
+        lever = "report the program to PyTorch, whose capture announced the input; eager takes it as it comes"
+        self._leave(
+            Reason(
+                code="inputs_differ",
+                by="execution",
+                sentence=f"the code was not built for its inputs: {difference}",
+                lever=lever,
+            )
+        )
+
+    def follow(self, difference: str) -> None:
+        """Have all calls go to eager, as those of other ranks do.
+
+        Raises:
+            LoweringError: there is no eager graph to go to.
+        """
+        lever = "give all ranks the same caches, compilers and overrides"
+        self._leave(Reason(code="ranks_differ", by="ranks", sentence=difference, lever=lever))
+
+    def _leave(self, reason: Reason) -> None:
+        try:
+            built = self._build()
+        except Exception as error:
+            raise LoweringError(f"{self._name}: {reason.sentence}, and eager could not be built") from error
+        with self._lock:
+            self.call, self.stepped_down = built.call, True
+        self._record(built.lowering, reason, ran=built)
+
     def _step_down(
         self, error: Exception, inputs: Sequence[Any], states: GeneratorStates | None = None
     ) -> Sequence[Any]:
@@ -251,6 +292,9 @@ class Guard:
             sentence = "some of its inputs were freed or overwritten in the call"
         if values is None:
             add_note(error, f"omnicomp: {self._name} raised; nothing else was tried: {sentence}")
+            if self.obstacle is not None and self.obstacle.sentence.endswith(_COMMUNICATES):
+                fail(self.context.timeline, self.context.graph_id, error)
+                explain(error)
             raise error
         no_memory = _is_out_of_memory(error)
         if no_memory:

@@ -20,8 +20,6 @@ from omnicomp.analysis.random_state import generator_states
 from omnicomp.errors import first_line
 from omnicomp.lowerings.overrides.declaration import Function, Override
 
-__all__ = ["Trial", "devices_of", "try_backward", "try_forward"]
-
 _NUDGE: Final = 2.0  # roundings
 
 
@@ -60,14 +58,6 @@ def try_forward(
     """Call an override, and compare what it returns and writes with its reference.
 
     If it is wrong, the arguments that it changed hold the values of the reference.
-
-    Args:
-        item: the override.
-        truth: what it should compute, with the same arguments.
-        call: its operator.
-        args: the operator's arguments.
-        kwargs: likewise.
-        precision: the dtype of the truth.
 
     Raises:
         Exception: what the override itself raises.

@@ -16,8 +16,6 @@ from omnicomp.lowerings.base import LoweringContext
 from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.timeline import Option, Reason, Timeline
 
-__all__ = ["compiling", "record_without_tf32", "with_tf32"]
-
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -33,12 +31,7 @@ def compiling(context: LoweringContext) -> contextlib.AbstractContextManager[Non
 
 
 def with_tf32(call: Boxed, context: LoweringContext) -> Boxed:
-    """The callable with the precision settings that its graph was built with; itself if these are the user's.
-
-    Args:
-        call: a boxed callable, built of a part or of a piece of one.
-        context: where it belongs.
-    """
+    """The callable with the precision settings that its graph was built with; itself if these are the user's."""
     if not uses_tf32(context.policy.dtype_policy, context.device):
         return call
 

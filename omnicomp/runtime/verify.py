@@ -15,17 +15,16 @@ from omnicomp._torch.autograd.mutations import write_targets
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.accuracy import PRECISIONS, Judged, copy_of, judge
+from omnicomp.analysis.collectives import collectives_of
 from omnicomp.analysis.nodes import op_name
 from omnicomp.errors import LoweringError, first_line, harmless
-from omnicomp.forks import new_lock
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
 from omnicomp.runtime.guard import Boxed, draws_random_numbers
+from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Reason
-from omnicomp.timeline.step_down import record_step_down
-
-__all__ = ["Verifier", "in_precision"]
+from omnicomp.timeline.recorder import record_step_down
 
 
 def in_precision(module: GraphModule, dtype: torch.dtype) -> GraphModule:
@@ -99,6 +98,9 @@ class Verifier:
         node = draws_random_numbers(self.module)
         if node is not None:
             self.verdict, self._done = f"not verified: {op_name(node)} draws other numbers in eager", True
+            return call(inputs)
+        if collectives_of(self.module):
+            self.verdict, self._done = "not verified: it takes part in a collective, which would run again", True
             return call(inputs)
         operators = user_operators(self.module)
         if operators:

@@ -4,36 +4,132 @@ Most wrappers return the callable itself where the policy does not ask for them,
 """
 
 import dataclasses
+import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from omnicomp.errors import Once
-from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp._torch.structured import Range, nvtx_range
+from omnicomp.errors import LoweringError, Once, harmless
+from omnicomp.lowerings import MAIN, Executable
+from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.override import PlannedCall
+from omnicomp.runtime.announced_inputs import difference
 from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.fallback_limit import within_budget
 from omnicomp.runtime.guard import Guard
-from omnicomp.runtime.memory import sampled
-from omnicomp.runtime.profiler_ranges import named
+from omnicomp.runtime.ranks import EAGER, agree, explain, fail
 from omnicomp.runtime.tf32 import with_tf32
 from omnicomp.runtime.verify import Verifier
-
-__all__ = ["WRAPPERS", "Surroundings", "Wrapped", "wrap"]
+from omnicomp.safety.forks import new_lock
+from omnicomp.timeline import Memory, Outcome, Timing
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
+def sampled(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
+    """The callable with samples of its time and memory; itself if the policy asks for neither.
+
+    With the option `memory` there is an event for each call that returns.
+
+    The device is waited for before and after, and its peak is reset: the user's own statistics are reset, too.
+    """
+    call = timed(call, context, subgraph)
+    if not context.policy.memory:
+        return call
+    device, calls = context.device, itertools.count()
+
+    def observed(inputs: list[Any]) -> Sequence[Any]:
+        device.synchronize()
+        device.reset_memory_stats()
+        before = device.memory_stats()
+        outputs = call(inputs)
+        device.synchronize()
+        after = device.memory_stats()
+        context.timeline.append(
+            Memory(
+                graph=context.graph_id,
+                part=context.part,
+                subgraph=subgraph,
+                device=device.type,
+                call=next(calls),
+                before_bytes=_known(before["allocated_bytes"]),
+                after_bytes=_known(after["allocated_bytes"]),
+                peak_bytes=_known(after["peak_bytes"]),
+            )
+        )
+        return outputs
+
+    observed._boxed_call = True  # type: ignore[attr-defined]
+    return observed
+
+
+def _known(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def timed(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
+    """The callable with its calls that return timed; itself if the policy does not ask for it.
+
+    The device is waited for before and after each call, so that the time is that call's alone. After 1, 2, 4, 8, …
+    calls an event sums up all so far, so that a long run has few of them.
+    """
+    if not context.policy.timing:
+        return call
+    device, lock = context.device, new_lock()
+    calls, total, fastest = 0, 0.0, math.inf
+
+    def observed(inputs: list[Any]) -> Sequence[Any]:
+        nonlocal calls, total, fastest
+        device.synchronize()
+        start = time.perf_counter()
+        outputs = call(inputs)
+        device.synchronize()
+        seconds = time.perf_counter() - start
+        with lock:
+            calls, total, fastest = calls + 1, total + seconds, min(fastest, seconds)
+            if calls & (calls - 1):
+                return outputs
+            event = Timing(
+                graph=context.graph_id,
+                part=context.part,
+                subgraph=subgraph,
+                device=device.type,
+                calls=calls,
+                seconds=total,
+                fastest=fastest,
+            )
+        with harmless("how long a call took"):
+            context.timeline.append(event)
+        return outputs
+
+    observed._boxed_call = True  # type: ignore[attr-defined]
+    return observed
+
+
+def named(call: Boxed, context: LoweringContext, subgraph: str, lowering: str = "inductor") -> Boxed:
+    """The callable inside a range `omni g0.forward.0 (inductor)`; itself if the policy does not ask for it."""
+    if not context.policy.ranges:
+        return call
+    name = f"omni {subgraph} ({lowering})"
+
+    def ranged(inputs: list[Any]) -> Sequence[Any]:
+        with Range(name):
+            return call(inputs)
+
+    def ranged_on_cuda(inputs: list[Any]) -> Sequence[Any]:
+        with nvtx_range(name), Range(name):
+            return call(inputs)
+
+    chosen = ranged_on_cuda if context.device.type == "cuda" else ranged
+    chosen._boxed_call = True  # type: ignore[attr-defined]
+    return chosen
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The executable as wrappers see it.
-
-    Attributes:
-        context: where it belongs.
-        subgraph: its id.
-        lowering: what built it.
-        guard: steps down from it where a call raises; None if nothing does.
-        verifier: compares it with eager; None if nothing does.
-    """
+    """The executable as wrappers see it."""
 
     context: LoweringContext
     subgraph: str
@@ -78,6 +174,7 @@ def wrap(
     verifier: Verifier | None = None,
     calls: Sequence[PlannedCall] = (),
     repeatable: bool = False,
+    announced: Sequence[Sequence[Any]] = (),
 ) -> Wrapped:
     """Surround an executable with every wrapper.
 
@@ -90,6 +187,11 @@ def wrap(
         verifier: compares it with eager; None if nothing does.
         calls: the calls of overrides in it, in program order.
         repeatable: whether a forward leaves nothing behind when it is given up in the middle.
+        announced: the inputs that it was built for, as `announce` describes them; those of the first call are compared.
+
+    Raises:
+        LoweringError: in the first call, whose inputs are others, if nothing steps down.
+        RanksError: in the first call of a part with collectives, which other ranks don't run, or run otherwise.
     """
     at = Surroundings(context=context, subgraph=subgraph, lowering=result.lowering, guard=guard, verifier=verifier)
     call = result.call
@@ -102,13 +204,53 @@ def wrap(
             emit(_with_verdict(result, verifier), observer)
 
     once = Once(ran)
+    raised = Once(lambda: context.timeline.append(Outcome(**context.where(subgraph), state="raised")))
+
+    communicates = False
 
     def first(inputs: list[Any]) -> Sequence[Any]:
-        outputs = observer.first(call, inputs)
+        nonlocal communicates
+        agreed = None
+        try:
+            agreed = agree(context, can_follow=guard is not None or result.lowering == "eager")
+            communicates = agreed is not None
+            if agreed is not None and agreed.state == EAGER and guard is not None and not guard.stepped_down:
+                guard.follow(agreed.sentence)
+            different = difference(announced, inputs, strides=result.lowering == MAIN.name)
+            if different and guard is None:
+                raise LoweringError(f"{subgraph} on {result.lowering}: {different}")
+            if different and guard is not None and not guard.stepped_down:
+                guard.refuse(different)
+            outputs = observer.first(call, inputs)
+        except BaseException as error:
+            raised()
+            if agreed is not None:
+                fail(context.timeline, context.graph_id, error)
+                explain(error)
+            raise
         once()
         return outputs
 
-    return Wrapped(first=first, later=lambda: observer.after_first(call))
+    def later() -> Boxed:
+        found = observer.after_first(call)
+        return _explained(found, context) if communicates and guard is None else found
+
+    return Wrapped(first=first, later=later)
+
+
+def _explained(call: Boxed, context: LoweringContext) -> Boxed:
+    """The callable of a part with collectives that nothing guards: when it raises, ranks tell each other."""
+
+    def observed(inputs: list[Any]) -> Sequence[Any]:
+        try:
+            return call(inputs)
+        except BaseException as error:
+            fail(context.timeline, context.graph_id, error)
+            explain(error)
+            raise
+
+    observed._boxed_call = True  # type: ignore[attr-defined]
+    return observed
 
 
 def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:

@@ -22,8 +22,6 @@ from omnicomp.options.policy import Policy
 from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.timeline import Subgraph, Timeline
 
-__all__ = ["LIES", "Lie", "self_test"]
-
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 _OPERATOR: Final = torch.ops.aten.sin.default

@@ -1,30 +1,112 @@
-"""Real models from transformers, with random weights from a config and attention as the model's source spells it.
+"""The UNet of a diffusion model from text to images, with the blocks that diffusers' `UNet2DConditionModel` has.
 
-They have the hand-written attention of users' own models, which a compiler has to recognise.
+Residual blocks with the time step, transformers with self-attention and attention to the text, down- and upsampling
+with skipped connections. Attention is spelled by hand, as in diffusers' `AttnProcessor`. It is written out so that
+nothing else has to be installed: diffusers wants Pillow, requests and importlib_metadata to be imported at all.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["MODELS", "SIZES", "Case", "Size", "build"]
+
+class UNet(nn.Module):
+    """Predicts the noise in latent images: a level with attention, one below it, and back."""
+
+    def __init__(self, *, width: int, heads: int, layers: int, text: int, channels: int = 4) -> None:
+        """Random weights."""
+        super().__init__()
+        self.width, time = width, 4 * width
+        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.down = nn.ModuleList([_Block(width, width, time, heads, text) for _ in range(layers)])
+        self.smaller = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.middle = _Block(2 * width, 2 * width, time, heads, text)
+        self.larger = nn.Conv2d(2 * width, width, 3, padding=1)
+        self.up = nn.ModuleList([_Block(2 * width, width, time, heads, text) for _ in range(layers)])
+        self.last = nn.Sequential(_norm(width), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1))
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        """The noise."""
+        time = self.time(_sinusoids(timestep, self.width).to(sample.dtype))
+        x = self.first(sample)
+        skipped: list[Tensor] = []
+        for block in self.down:
+            x = block(x, time, encoder_hidden_states)
+            skipped.append(x)
+        x = self.middle(self.smaller(x), time, encoder_hidden_states)
+        x = self.larger(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        for block in self.up:
+            x = block(torch.cat([x, skipped.pop()], dim=1), time, encoder_hidden_states)
+        return self.last(x)
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(8, channels, eps=1e-5)
+
+
+def _sinusoids(timestep: Tensor, width: int) -> Tensor:
+    half = width // 2
+    rates = torch.exp(-math.log(10000) * torch.arange(half, device=timestep.device, dtype=torch.float32) / half)
+    angles = timestep[:, None].float() * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class _Block(nn.Module):
+    def __init__(self, channels: int, out: int, time: int, heads: int, text: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = _norm(channels), nn.Conv2d(channels, out, 3, padding=1)
+        self.time = nn.Linear(time, out)
+        self.norm2, self.conv2 = _norm(out), nn.Conv2d(out, out, 3, padding=1)
+        self.short = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+        self.norm, self.into, self.back = _norm(out), nn.Conv2d(out, out, 1), nn.Conv2d(out, out, 1)
+        self.normed = nn.ModuleList([nn.LayerNorm(out) for _ in range(3)])
+        self.itself, self.to_text = _Attention(out, out, heads), _Attention(out, text, heads)
+        self.gated, self.narrow = nn.Linear(out, 8 * out), nn.Linear(4 * out, out)
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
+        x = self.short(x) + self.conv2(F.silu(self.norm2(h)))
+        batch, channels, height, width = x.shape
+        h = self.into(self.norm(x)).permute(0, 2, 3, 1).reshape(batch, height * width, channels)
+        h = h + self.itself(self.normed[0](h), None)
+        h = h + self.to_text(self.normed[1](h), text)
+        value, gate = self.gated(self.normed[2](h)).chunk(2, dim=-1)
+        h = h + self.narrow(value * F.gelu(gate))
+        return x + self.back(h.reshape(batch, height, width, channels).permute(0, 3, 1, 2))
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, source: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (width // heads) ** -0.5
+        self.q, self.k, self.v = (nn.Linear(size, width, bias=False) for size in (width, source, source))
+        self.out = nn.Linear(width, width)
+
+    def _split(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        x = x.reshape(batch, length, self.heads, width // self.heads).permute(0, 2, 1, 3)
+        return x.reshape(batch * self.heads, length, width // self.heads)
+
+    def forward(self, x: Tensor, source: Tensor | None) -> Tensor:
+        source = x if source is None else source
+        q, k, v = self._split(self.q(x)), self._split(self.k(source)), self._split(self.v(source))
+        empty = torch.empty(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
+        scores = torch.baddbmm(empty, q, k.transpose(-1, -2), beta=0, alpha=self.scale)
+        found = torch.bmm(scores.softmax(dim=-1), v)
+        batch, length, width = x.shape
+        found = found.reshape(batch, self.heads, length, width // self.heads).permute(0, 2, 1, 3)
+        return self.out(found.reshape(batch, length, width))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large to build a model.
-
-    Attributes:
-        width: hidden size.
-        heads: attention heads; grouped models have a quarter as many key/value heads, at least one.
-        layers: number of blocks.
-        batch: sequences or images in a batch.
-        length: tokens in a sequence; images have as many patches, nearly.
-        vocabulary: number of tokens known.
-    """
+    """How large to build a model."""
 
     width: int
     heads: int
@@ -197,10 +279,24 @@ def _resnet(size: Size) -> Case:
     return Case(name="resnet", model=ResNetModel(config), inputs=inputs, sites=0, output=_last_hidden_state)
 
 
+def _unet(size: Size) -> Case:
+
+    text, side = 3 * size.width // 4, max(16, math.isqrt(size.length))
+    inputs = {
+        "sample": torch.randn(size.batch, 4, side, side),
+        "timestep": torch.randint(0, 1000, (size.batch,)),
+        "encoder_hidden_states": torch.randn(size.batch, 77, text),
+    }
+    model = UNet(width=size.width, heads=size.heads, layers=size.layers, text=text)
+    # Self-attention and attention to the text, in each block on both ways and in the middle one.
+    return Case(name="unet", model=model, inputs=inputs, sites=2 * (2 * size.layers + 1), output=lambda noise: noise)
+
+
 MODELS: Final[dict[str, Callable[[Size], Case]]] = {
     "bert": _bert,
     "llama": _llama,
     "vit": _vit,
     "t5": _t5,
     "resnet": _resnet,
+    "unet": _unet,
 }

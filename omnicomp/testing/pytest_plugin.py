@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from omnicomp.audit import Audit
     from omnicomp.audit.gate.verdict import Verdict
 
-__all__ = ["OmniAudit", "omni_audit"]
-
 _MARKER: Final = "omni_no_fallback"
 _FOUND: Final = "omnicomp_fallbacks"
 _SHOWN: Final = 20
+_TAKEN: Final = ("allow", "max_nodes", "allow_unfinished")
 
 
 class OmniAudit:
@@ -38,19 +37,22 @@ class OmniAudit:
     @property
     def audit(self) -> "Audit":
         """The report of the graphs that were captured since the test began."""
-        from omnicomp.audit import build
+        from omnicomp.audit.source import of_this_process
         from omnicomp.timeline import current
 
         events = current().events()
         older = {event.graph for event in events if event.time < self._since}
-        return build(event for event in events if event.graph not in older)
+        return of_this_process([event for event in events if event.graph not in older])
 
-    def verdict(self, *, allow: Sequence[str] = (), max_nodes: int | None = 0) -> "Verdict":
+    def verdict(
+        self, *, allow: Sequence[str] = (), max_nodes: int | None = 0, allow_unfinished: bool = False
+    ) -> "Verdict":
         """Judge what the test compiled; what the project acknowledges in its `pyproject.toml` does not count.
 
         Args:
             allow: selectors of operators and modules that may fall back.
             max_nodes: how many operators may; None for no bound.
+            allow_unfinished: whether parts may have been built and never called.
 
         Raises:
             AcknowledgeError: the project's `pyproject.toml` can't be read.
@@ -60,18 +62,21 @@ class OmniAudit:
         from omnicomp.options.fallback_limits import FallbackBudget
 
         budget = FallbackBudget(max_nodes=max_nodes, allow=tuple(allow))
-        return judge(self.audit, budget, acknowledged=load())
+        return judge(self.audit, budget, acknowledged=load(), allow_unfinished=allow_unfinished)
 
-    def assert_no_fallback(self, *, allow: Sequence[str] = (), max_nodes: int = 0) -> None:
+    def assert_no_fallback(
+        self, *, allow: Sequence[str] = (), max_nodes: int = 0, allow_unfinished: bool = False
+    ) -> None:
         """Check that what the test compiled does not fall back to eager.
 
         Args:
             allow: selectors of operators and modules that may.
             max_nodes: how many other operators may.
+            allow_unfinished: whether parts may have been built and never called.
 
         Raises:
-            AssertionError: more does; the message names operators, lines and levers. Also if nothing was compiled, as
-                then nothing was seen.
+            AssertionError: more does; the message names operators, lines and levers. Also if nothing was compiled, or
+                something was and never called, as then nothing was seen.
             TypeError: an argument is wrong.
         """
         __tracebackhide__ = True  # what failed is the test, and its lines are what pytest shows
@@ -84,13 +89,13 @@ class OmniAudit:
             parse_budget("assert_no_fallback", {"allow": allow, "max_nodes": max_nodes})
         except OptionError as error:
             raise TypeError(str(error)) from None
-        verdict = self.verdict(allow=allow, max_nodes=max_nodes)
+        verdict = self.verdict(allow=allow, max_nodes=max_nodes, allow_unfinished=allow_unfinished)
         if not verdict.audit.graphs:
             raise AssertionError(
                 "omni compiled nothing in this test, so it can't be told whether anything falls back; "
                 "call torch.compiler.reset() first where an earlier test compiled the same function"
             )
-        if verdict.over:
+        if verdict.failed:
             raise AssertionError(to_text([verdict]).rstrip())
 
 
@@ -123,7 +128,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     result = yield
     mark = item.get_closest_marker(_MARKER)
     if mark is not None:
-        wrong = [*mark.args, *(name for name in mark.kwargs if name not in ("allow", "max_nodes"))]
+        wrong = [*mark.args, *(name for name in mark.kwargs if name not in _TAKEN)]
         if wrong:
             raise pytest.UsageError(f"{_MARKER} takes allow=[...] and max_nodes=N by name, not {wrong[0]!r}")
         item.stash[_KEY].assert_no_fallback(**mark.kwargs)

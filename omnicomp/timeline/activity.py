@@ -10,8 +10,6 @@ from omnicomp._torch.structured import timed
 from omnicomp.timeline import progress_line
 from omnicomp.timeline.sinks import opentelemetry, structured_trace
 
-__all__ = ["Activity", "activity"]
-
 progress_line.waits_for = waits_for
 
 _local = threading.local()
@@ -37,12 +35,6 @@ def activity(name: str, text: str, *, shown: bool = True, **attributes: Any) -> 
     It is a step of the progress line, a range `omnicomp.<name>` in torch's compile times, in tlparse's time line and in
     the profiler, and a span of that name for OpenTelemetry. At the end of the outermost one, the structured trace gets
     what the timeline was told meanwhile.
-
-    Args:
-        name: of the stage: `compile`, `pass`, `autograd`, `part` or `build`.
-        text: for a person: `Inductor builds g0.forward.0`.
-        shown: whether it may be drawn.
-        attributes: text and numbers: `graph`, `subgraph`, `lowering`, ….
 
     Returns:
         The activity, to say more once it is known.

@@ -21,19 +21,25 @@ __all__ = [
     "EVENT_TYPES",
     "SCHEMA_VERSION",
     "STAGES",
+    "Agreement",
+    "Artefacts",
     "Attempt",
+    "Background",
     "Boundary",
     "Cache",
     "Calibration",
     "Candidate",
     "Capture",
+    "Certified",
     "Event",
     "Memory",
     "NearMiss",
     "NodePlacement",
     "Option",
+    "Outcome",
     "PassRun",
     "Placement",
+    "Process",
     "Ran",
     "Retreat",
     "Rewrite",
@@ -48,7 +54,7 @@ __all__ = [
 SCHEMA_VERSION: Final = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Event:
     """Base of all events.
 
@@ -68,13 +74,23 @@ class Event:
         """Name the type after the class: `NearMiss` is `near_miss`."""
         cls.type = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
+    # Written once for all events: what `dataclass` writes for each is most of the time of importing this module.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON form without the fields that only the recorder knows (`pid`, `rank`, `thread`)."""
         body = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"schema": SCHEMA_VERSION, "type": self.type, **body}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Capture(Event):
     """Dynamo handed over a graph.
 
@@ -92,11 +108,13 @@ class Capture(Event):
         effective: the value of every option as it took effect, as text.
         origins: who gave each of them its value: `options`, `mode …`, `environment …` or `default`.
         module: the path that all of its module paths begin with, or empty.
-        fingerprint: what the graph consists of, as `omnicomp.analysis.stable_identity.content` tells it.
+        fingerprint: what the graph consists of, as `omnicomp.analysis.hashes.stable_identity` tells it.
         device_name: name of the device for a person, or empty.
         platform: operating system and machine type, for example `Linux x86_64`.
         pid: the process.
         rank: the process' rank in a distributed job, else 0.
+        run: names the process, also where its id comes back; empty if an earlier version wrote it, which does not
+            record how graphs and processes end.
     """
 
     compile_id: str = ""
@@ -117,9 +135,68 @@ class Capture(Event):
     platform: str = ""
     pid: int = 0
     rank: int = 0
+    run: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Process(Event):
+    """A process began to write to a file, or ended in order; one that is killed does not record its end.
+
+    Only files hold it, and it belongs to no graph.
+
+    Attributes:
+        state: `began`, again at the beginning of each file that it writes to; or `ended`.
+        run: names the process, as `Capture.run` does.
+        pid: its id.
+        rank: its rank in a distributed job, else 0.
+    """
+
+    graph: str = ""
+    state: str
+    run: str
+    pid: int = 0
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Outcome(Event):
+    """The compilation of a graph is over, or the first call of one of its subgraphs raised.
+
+    Attributes:
+        state: `built`: there is a function, which is called next. `saved`: there is one, which torch may only store.
+            `restored`: it was stored. `taken_back`: Dynamo abandoned the graph. `raised`: an error ended it.
+        part: `forward`, `backward` or `inference` where it is about a call; else empty.
+        subgraph: its id, likewise.
+        error: type of the exception, or empty.
+    """
+
+    state: str
+    part: str = ""
+    subgraph: str = ""
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Background(Event):
+    """A graph is built by another process while the program runs it eager; see the option `background`.
+
+    Attributes:
+        state: `started`; `eager`: so many calls ran eager so far, recorded after 1, 2, 4, 8, … of them; `swapped`: the
+            compiled graph runs from this call on; `failed`: there is none, and the graph stays eager; `foreground`:
+            it is built by the program after all, which waits; `improving`: a better build is looked for; `improved`:
+            that one runs from this call on; `kept`: there is none.
+        calls: how many calls ran eager.
+        seconds: since the start.
+        reason: why it failed, or is not built behind the program.
+    """
+
+    state: str
+    calls: int = 0
+    seconds: float = 0.0
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Option(Event):
     """An option whose effective value is not the requested one."""
 
@@ -136,7 +213,7 @@ STAGES: Final[dict[str, str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Stage(Event):
     """A stage of a compilation is over; recorded at its end.
 
@@ -153,7 +230,7 @@ class Stage(Event):
     part: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PassRun(Event):
     """A pass ran, or was skipped.
 
@@ -176,9 +253,9 @@ class PassRun(Event):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rewrite(Event):
-    """A pass rewrote one place.
+    """A pass rewrote one place, or found that it is as it should be.
 
     Attributes:
         name: name of the pass.
@@ -188,6 +265,9 @@ class Rewrite(Event):
         module: module path of that node, for example `layers.3.attn`.
         target: what it became, for example `scaled_dot_product_attention`.
         detail: one sentence with the parameters that were read.
+        kept: whether the place stays what the program calls, because nothing better was found for it.
+        timed: milliseconds of the candidates, where the target is what was measured to be the fastest.
+        verdict: of its certificate; empty if none was asked for.
     """
 
     name: str
@@ -197,9 +277,49 @@ class Rewrite(Event):
     module: str = ""
     target: str = ""
     detail: str = ""
+    kept: bool = False
+    timed: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    verdict: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Certified(Event):
+    """A change that a pass made to a graph was checked by what knows nothing of the pass.
+
+    Attributes:
+        name: name of the pass.
+        node: the FX node that stands for the change.
+        source: `file:line` of that node.
+        module: module path of that node.
+        verdict: `proved`, `proved_for_sizes`, `tested`, `assumed` or `refuted`.
+        sentence: why, in one sentence.
+        methods: how both graphs were compared.
+        assumptions: what the verdict rests on.
+        differences: where reals agree and floating-point numbers do not.
+        probability: base-2 logarithm of the probability that graphs that differ are accepted; 0 if there is no bound.
+        nodes: names of the nodes that the pass put there.
+        key: of the certificate and of both graphs, in the cache.
+        kept: whether it was found there, and nothing was checked.
+        seconds: wall time.
+    """
+
+    name: str
+    node: str
+    source: str = ""
+    module: str = ""
+    verdict: str = ""
+    sentence: str = ""
+    methods: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    probability: float = 0.0
+    nodes: tuple[str, ...] = ()
+    key: str = ""
+    kept: bool = False
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NearMiss(Event):
     """A candidate for a rewrite that a pass left alone; `reason.node` is where the match ended."""
 
@@ -211,20 +331,22 @@ class NearMiss(Event):
     module: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Speculation(Event):
     """Something was assumed of a graph's inputs, and what became of it.
 
     Attributes:
         state: `assumed`: a variant is right only where it holds, and every call checks. `held`, `failed`: what the
             first call saw in which all, or not all, held. `compiled`: the variant was. `stopped`: nothing is checked
-            any more, and the general variant runs. `captured`: a call could neither check nor compile.
-        variant: `assumed` or `general`: the one that is meant, or that runs.
+            any more, and the general variant runs. `captured`: a call could neither check nor compile. `ran`: a variant
+            ran in 8, 16, 32, … calls.
+        variant: `assumed`, `assumed2` and so on, or `general`: the one that is meant, or that runs.
         sentence: what was assumed.
         inputs: placeholders that the check reads; only where the state is `assumed`.
         saves: what the assumption saves, likewise.
         source: `file:line` of what was assumed something of, likewise.
         reason: why nothing is checked.
+        calls: in how many calls the variant ran so far; only where the state is `ran`.
     """
 
     state: str
@@ -234,9 +356,10 @@ class Speculation(Event):
     saves: str = ""
     source: str = ""
     reason: Reason | None = None
+    calls: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Calibration(Event):
     """The error of a graph's outputs was bounded by the option `dtype_error`; errors are relative, of the worst output.
 
@@ -291,7 +414,7 @@ class NodePlacement:
     chain: tuple[Reason, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Placement(Event):
     """Every node of a post-autograd graph was given a lowering.
 
@@ -300,15 +423,17 @@ class Placement(Event):
         nodes: number of operators by lowering.
         declined: nodes that an earlier lowering of the policy refused.
         note: one sentence about the nodes that no rule singled out, or empty.
+        collectives: in program order, as `operator group arguments dtype[elements]`.
     """
 
     part: str
     nodes: dict[str, int]
     declined: tuple[NodePlacement, ...] = ()
     note: str = ""
+    collectives: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Subgraph(Event):
     """A subgraph and the lowering that was planned for it.
 
@@ -327,8 +452,10 @@ class Subgraph(Event):
         modules: up to eight module paths that its nodes come from.
         sources: up to eight `file:line` that its nodes come from.
         module: the path that all of its module paths begin with; empty for a whole part, which has its graph's.
-        fingerprint: what it consists of, as `omnicomp.analysis.stable_identity.content` tells it.
+        fingerprint: what it consists of, as `omnicomp.analysis.hashes.stable_identity` tells it.
         refused: names of up to eight of its nodes that an earlier lowering of the policy refused.
+        repeats: regions that are built once, by where they are, and how often each is called.
+        left_whole: why a graph with repeated regions, or large enough for some, is built as a whole.
     """
 
     part: str
@@ -347,9 +474,11 @@ class Subgraph(Event):
     module: str = ""
     fingerprint: str = ""
     refused: tuple[str, ...] = ()
+    repeats: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    left_whole: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Boundary(Event):
     """Values that one subgraph of a part makes and another one reads.
 
@@ -374,7 +503,7 @@ class Boundary(Event):
     casts: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Attempt(Event):
     """A lowering tried to build a subgraph, or was passed over.
 
@@ -400,7 +529,7 @@ class Attempt(Event):
     artefact: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Candidate(Event):
     """One way of compiling a graph that was looked at when the lowerings are chosen by measuring.
 
@@ -440,7 +569,7 @@ class Candidate(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Retreat(Event):
     """A subgraph, or a whole graph, moved from one lowering to another after a failure."""
 
@@ -451,7 +580,27 @@ class Retreat(Event):
     reason: Reason
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Agreement(Event):
+    """The ranks of a job compared their plans of a part with collectives, before its first call.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        state: `same`; `eager`: all ranks run the part eager, as they differ; `differs` or `missing`: an error was
+            raised; `warned`: the option `ranks` goes on.
+        ranks: whose plans are the same, or who differs or is missing.
+        seconds: that this rank waited for others.
+        reason: what differs, or who is missing.
+    """
+
+    part: str
+    state: str
+    ranks: tuple[int, ...] = ()
+    seconds: float = 0.0
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Ran(Event):
     """An executable was called for the first time, or again for the first time after a retreat.
 
@@ -470,7 +619,7 @@ class Ran(Event):
     kernels: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Verification(Event):
     """An override was compared with its reference on the arguments of a real call.
 
@@ -494,15 +643,15 @@ class Verification(Event):
     seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache(Event):
     """Verdict of a compile cache.
 
     Attributes:
         part: `forward`, `backward` or `inference`; empty for the cache of the whole graph.
         subgraph: id of the subgraph, in a part that was cut; else empty.
-        cache: `fx_graph`, `aot_autograd`, `saved` for a saved function, or `verdicts`, which holds what earlier
-            processes found to fail.
+        cache: `fx_graph`, `aot_autograd`, `saved` for a saved function, `verdicts`, which holds what earlier
+            processes found to fail, or `decisions`, which holds what the attention pass did to the graph.
         verdict: `hit`, `miss` or `bypass`.
         key: the cache's key, or empty.
         note: why it was bypassed or missed, or empty.
@@ -520,7 +669,27 @@ class Cache(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Artefacts(Event):
+    """A file of artefacts was written or read; of the process, so `graph` is empty.
+
+    Attributes:
+        path: of the file.
+        state: `saved`, `loaded`, or `missed`: it was made for something else, and nothing was taken from it.
+        counts: how many artefacts of which kind it holds.
+        bytes: its size.
+        reason: why it was missed.
+    """
+
+    graph: str = ""
+    path: str
+    state: str
+    counts: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    bytes: int = 0
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Weights(Event):
     """The first call of a graph that reads low-precision copies of parameters instead of casting them.
 
@@ -537,7 +706,7 @@ class Weights(Event):
     total: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Memory(Event):
     """Memory of the device around one call of a subgraph, by the option `memory`; -1 where the device does not tell.
 
@@ -560,7 +729,7 @@ class Memory(Event):
     peak_bytes: int = -1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Timing(Event):
     """How long the calls of a subgraph took, up to one of them; recorded after 1, 2, 4, 8, … calls.
 

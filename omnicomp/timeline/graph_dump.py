@@ -16,14 +16,12 @@ from typing import Final
 from torch.fx import GraphModule
 
 from omnicomp._torch import structured
-from omnicomp._torch.logs import register
+from omnicomp._torch.inductor.store import write_whole
+from omnicomp._torch.structured import register
 from omnicomp.errors import harmless
-from omnicomp.forks import new_lock
-from omnicomp.privacy import cleaner, logger
-from omnicomp.store import write_whole
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import cleaner, logger
 from omnicomp.timeline.recorder import rank
-
-__all__ = ["dump", "dump_placement", "write_to"]
 
 NAME: Final = "omnicomp_graphs"
 log = logger(NAME)
@@ -46,27 +44,13 @@ def write_to(folder: Path | None) -> None:
 
 
 def dump(graph: str, stage: str, module: GraphModule, part: str = "") -> None:
-    """Print a graph, if somebody asked for it.
-
-    Args:
-        graph: id of the Dynamo graph.
-        stage: what has just been done: `dynamo`, the name of a pass, `autograd`, ….
-        module: the graph as it is now; it is not changed.
-        part: `forward`, `backward` or `inference`, or empty for the whole graph.
-    """
+    """Print a graph, if somebody asked for it."""
     if _wanted():
         _write(graph, stage, part, lambda: _readable(module))
 
 
 def dump_placement(graph: str, module: GraphModule, runs: Sequence[tuple[str, Sequence[str]]], part: str) -> None:
-    """Print a part of a graph with the lowering of each run of its nodes, if somebody asked for it.
-
-    Args:
-        graph: id of the Dynamo graph.
-        module: the part, after overrides.
-        runs: the lowering and the nodes of each run, in program order.
-        part: `forward`, `backward` or `inference`.
-    """
+    """Print a part of a graph with the lowering of each run of its nodes, if somebody asked for it."""
     if _wanted():
         lines = [f"# {number}: {lowering}: {', '.join(nodes)}\n" for number, (lowering, nodes) in enumerate(runs)]
         _write(graph, "placement", part, lambda: "".join(lines) + _readable(module))

@@ -4,12 +4,11 @@ It is made from what happened: an attempt is only there once the build was reall
 lazy and a record made when a module is wrapped would say "compile ok" before anything was compiled.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from omnicomp.timeline.events import Attempt, Event
-
-__all__ = ["LEVELS", "backend_timeline"]
+from omnicomp.timeline.events import Attempt, Capture, Event
 
 LEVELS: Final[dict[str, str]] = {
     "inductor": "compile",
@@ -20,37 +19,75 @@ LEVELS: Final[dict[str, str]] = {
 """The level of each lowering; that of a compiler which is not among them, such as an engine, is `compile`."""
 
 
-def backend_timeline(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """One entry a subgraph: `{"module": id, "attempts": [{"level", "ok", "selected", "reason"}, …]}`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LevelAttempt:
+    """What became of one level.
 
-    The attempts are in the order compile, kernel_override, eager, each level once; exactly one is selected, unless
-    every level failed. The reason is None for the selected attempt; where several compilers were asked in vain, it
-    has what each of them said.
+    Attributes:
+        level: `compile`, `kernel_override` or `eager`.
+        ok: whether it could serve the subgraph, as far as it was tried.
+        selected: whether it does.
+        reason: why not; None for the selected one. What each of several compilers said that were asked in vain.
     """
-    by_subgraph: dict[str, dict[str, Attempt]] = {}
+
+    level: str
+    ok: bool
+    selected: bool
+    reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleLevels:
+    """The three levels of one subgraph.
+
+    Attributes:
+        module: the tag of the module that it belongs to (`omnicomp.wrap_module`, or the option `tag`), else the id of
+            the subgraph. A module of several graphs, or with a backward, has an entry for each subgraph.
+        subgraph: id of the subgraph.
+        attempts: compile, kernel_override and eager, in this order; exactly one is selected, unless every level failed.
+    """
+
+    module: str
+    subgraph: str
+    attempts: tuple[LevelAttempt, ...] = ()
+
+
+def backend_timeline(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """One entry a subgraph, as `ModuleLevels` in plain data: `{"module", "subgraph", "attempts": [{…}, …]}`."""
+    tags: dict[str, str] = {}
+    by_subgraph: dict[str, list[Attempt]] = {}
     for event in events:
-        if isinstance(event, Attempt):
-            # The last word on a lowering stands: a retreat records it again.
-            by_subgraph.setdefault(event.subgraph, {})[event.lowering] = event
-    return [{"module": subgraph, "attempts": _entries(attempts)} for subgraph, attempts in by_subgraph.items()]
+        if isinstance(event, Capture):
+            tags[event.graph] = tag_of(event.options)
+        elif isinstance(event, Attempt):
+            by_subgraph.setdefault(event.subgraph, []).append(event)
+    found = [levels_of(id, tags.get(each[0].graph, ""), each) for id, each in by_subgraph.items()]
+    return [{**dataclasses.asdict(entry), "attempts": list(map(dataclasses.asdict, entry.attempts))} for entry in found]
 
 
-def _entries(attempts: dict[str, Attempt]) -> list[dict[str, Any]]:
+def tag_of(options: Mapping[str, Any]) -> str:
+    """The tag that a graph was compiled under, by what was passed in `options`; empty if none."""
+    return str(options.get("tag") or "")
+
+
+def levels_of(subgraph: str, tag: str, attempts: Iterable[Attempt]) -> ModuleLevels:
+    """The levels of one subgraph by the attempts to build it, in their order."""
+    last = {attempt.lowering: attempt for attempt in attempts}
     levels: dict[str, list[Attempt]] = {level: [] for level in LEVELS.values()}
-    for lowering, attempt in attempts.items():
+    for lowering, attempt in last.items():
         levels[LEVELS.get(lowering, "compile")].append(attempt)
     chosen = {level: next((each for each in found if each.selected), None) for level, found in levels.items()}
     selected = next((level for level, attempt in chosen.items() if attempt is not None), None)
-    entries: list[dict[str, Any]] = []
+    entries: list[LevelAttempt] = []
     for level, found in levels.items():
         attempt = chosen[level]
         given = [str(each.reason) for each in found if each.reason] or [each.skipped for each in found if each.skipped]
         if attempt is not None:
-            entries.append({"level": level, "ok": attempt.ok, "selected": True, "reason": None})
+            entries.append(LevelAttempt(level=level, ok=attempt.ok, selected=True))
         elif found:
             ok = any(each.ok for each in found)
-            entries.append({"level": level, "ok": ok, "selected": False, "reason": "; ".join(given) or None})
+            entries.append(LevelAttempt(level=level, ok=ok, selected=False, reason="; ".join(given) or None))
         else:
             reason = f"skipped: {selected} selected" if selected else "not tried"
-            entries.append({"level": level, "ok": False, "selected": False, "reason": reason})
-    return entries
+            entries.append(LevelAttempt(level=level, ok=False, selected=False, reason=reason))
+    return ModuleLevels(module=tag or subgraph, subgraph=subgraph, attempts=tuple(entries))

@@ -11,14 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console
-from rich.text import Text
+from omnicomp.safety.escapes import one_line
 
-from omnicomp.escapes import one_line
-
-__all__ = ["VARIABLE", "Step", "current_line", "step", "wanted"]
+if TYPE_CHECKING:
+    from rich.console import Console
 
 VARIABLE: Final = "OMNICOMP_PROGRESS"
 
@@ -41,12 +39,7 @@ class Step:
     """A step under way."""
 
     def __init__(self, text: str, *, shown: bool) -> None:
-        """Begin now.
-
-        Args:
-            text: what is done, as `Inductor builds g0.forward.0`.
-            shown: whether it may be drawn.
-        """
+        """Begin now."""
         self.text = text
         self.shown = shown
         self.start = clock()
@@ -183,6 +176,12 @@ class _Painter(threading.Thread):
         self._state = state
         self._over = threading.Event()
         self._terminal = sys.stderr
+        # Here and not at the first picture: the program goes on in its own thread then, and may draw random numbers.
+        from rich.console import Console
+
+        import omnicomp.safety.rich_style  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+        self._console = Console(file=self._terminal)
         self._streams: list[Any] = []
         self._visible = False
 
@@ -203,7 +202,7 @@ class _Painter(threading.Thread):
         """Wait, then draw."""
         if self._over.wait(_PATIENCE):
             return
-        console, number = Console(file=self._terminal), 0
+        console, number = self._console, 0
         plain = not console.encoding.lower().startswith("utf")
         while True:
             with self._state.lock:
@@ -219,9 +218,11 @@ class _Painter(threading.Thread):
             if self._over.wait(_INTERVAL):
                 return
 
-    def _draw(self, console: Console, line: str) -> None:
+    def _draw(self, console: "Console", line: str) -> None:
         if not self._streams:
             self._guard()
+        from rich.text import Text
+
         text = Text(line, style="dim")
         with console.capture() as picture:
             width = max(console.width - 1, 1)

@@ -1,12 +1,10 @@
-"""Why something did not happen: a `Reason` has a stable code, what was observed, what was needed, and a lever.
-
-Codes are part of the JSON form: they are never renamed, only added. Sentences may be reworded.
-"""
+"""Why something did not happen: a `Reason` has a stable code, what was seen and wanted, and a lever; values as text."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["CODES", "Reason"]
+from omnicomp.safety.escapes import shown
 
 CODES: Final[dict[str, str]] = {
     # placement
@@ -26,6 +24,7 @@ CODES: Final[dict[str, str]] = {
     "capture_failed": "autograd or a pre-autograd pass of the compiler raised on the whole graph",
     # calling
     "call_failed": "the executable raised in a call",
+    "inputs_differ": "the inputs of a first call were not what the code was built for",
     "forward_mode": "a call asked for a forward-mode derivative, which compiled code does not compute",
     "eager_autograd": "a gradient was asked for that a compiled backward can't give, or the option `autograd` asks for "
     "eager's",
@@ -34,21 +33,30 @@ CODES: Final[dict[str, str]] = {
     "weights_changed": "a weight that was built into an executable has changed since",
     "engine_crashed": "the process that tried an engine on the subgraph died; no longer recorded",
     "slower": "another candidate was measured to be faster",
+    "left_whole": "regions that repeat could not be built once, or it would not pay",
     "verification_failed": "a result was farther from a higher precision than eager's own",
     # passes
     "match_ended": "a candidate for a rewrite was followed up to a node that the pass does not understand",
     "not_profitable": "the rewrite is right, but would not be faster on this device",
     "not_equal": "the rewrite would change values beyond the dtype's tolerance",
     "error_bound": "in low precision the outputs would be, or could be, farther off than the option dtype_error allows",
+    "pass_left_out": "a pass from outside failed, and the graph goes on without what it rewrote",
+    "not_certified": "what a pass made of a graph computes something else, and the graph goes on without it",
     "dtype_refused": "an operator needs a dtype that the device lacks, and takes no other",
     # speculation
     "not_checkable": "an assumption can't be checked cheaply from the inputs of the graph",
     "assumption_failed": "what a variant was compiled for was not so in the calls that were seen",
     "check_failed": "the check of an assumption raised",
+    # builds in the background
+    "not_in_background": "the graph can't be built by another process, and the program waits for it",
+    # ranks
+    "ranks_differ": "the ranks of a job compiled a graph with collectives in different ways",
+    "rank_missing": "a rank did not come to a graph with collectives, or ended before it",
     # options and caches
     "option_ineffective": "an option was requested, but has no effect",
     "verdict_unusable": "what earlier processes found to fail can't be read or kept",
     "key_record_unusable": "what earlier compilations were made of can't be read or kept",
+    "artefacts_differ": "a file of artefacts was made for another version, device or machine",
 }
 
 
@@ -109,3 +117,39 @@ class Reason:
             default = "" if field.default is dataclasses.MISSING else field.default
             object.__setattr__(reason, field.name, kept.get(field.name, default))
         return reason
+
+
+_DEEPEST: Final = 8
+_SHOWN: Final = 8
+
+
+def common_path(paths: Iterable[str]) -> str:
+    """The module path that all of the paths begin with: `layers.3` of `layers.3.attn` and `layers.3.mlp`; or empty."""
+    shared: list[str] | None = None
+    for path in paths:
+        names = path.split(".")
+        if shared is None:
+            shared = names
+        elif shared != names[: len(shared)]:
+            same = (index for index, (one, other) in enumerate(zip(shared, names, strict=False)) if one != other)
+            shared = shared[: next(same, min(len(shared), len(names)))]
+    return ".".join(shared or ())
+
+
+def distinct(values: Iterable[str]) -> tuple[str, ...]:
+    """The first eight distinct, non-empty values, in order."""
+    return tuple(dict.fromkeys(value for value in values if value))[:_SHOWN]
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """A value as a person would write it: lists without brackets, functions and classes by their names."""
+    if depth > _DEEPEST:
+        return "…"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {text_of(item, depth + 1)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(text_of(item, depth + 1) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return ", ".join(sorted(text_of(item, depth + 1) for item in value))
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else shown(value)

@@ -25,8 +25,6 @@ from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, weak_storage
 from omnicomp.weights import observer
 
-__all__ = ["Constants", "fixable", "hash_of"]
-
 # A comparison of so many elements takes about 20 microseconds; running statistics are far smaller.
 _COMPARED: Final = 65536
 

@@ -1,19 +1,12 @@
-"""Low-precision copies of parameters: each made once, shared by all graphs, and renewed when its parameter changes.
+"""Forms of copies of a parameter: a cast, or the numbers and the scales of its float8 form.
 
-A copy belongs to a parameter and a form (`omnicomp.weights.forms`): its dtype, or the numbers or the scales of float8.
-It lives as long as the parameter does and a compiled graph reads it, and it is renewed in place, so that its address
-stays. Each call of a graph looks whether its copies still hold:
-
-- the parameter's version, which every in-place operation of torch counts up, is the one that was copied;
-- nothing has touched it meanwhile that is not counted (`omnicomp.weights.observer`);
-- its memory is the same, and the parameter alone holds it. As long as something else does (a tensor of `.data`, an
-  array, a flat buffer), writes from there can't be told, and the copy is renewed in each call, and once more after.
-
-What passes this by is listed in docs/dtypes.md; `DtypePolicy(weights="call")` casts in each call instead.
+E4M3 has 4 significant bits and ends at 448, so that a tensor is divided by a scale first: of the whole, or of each row,
+the last dimension, such as a token of the activations or an output of a weight.
 """
 
+import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,11 +15,84 @@ from torch.nn import Parameter
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, stream_of, weak_storage
-from omnicomp.forks import new_lock
+from omnicomp.safety.forks import new_lock
 from omnicomp.weights import observer
-from omnicomp.weights.forms import Form
 
-__all__ = ["Copies", "changed", "clear", "copies"]
+FLOAT8: Final = torch.float8_e4m3fn
+CAST: Final = torch.ops.aten.to.dtype  # an OpOverload: differentiable, and known to AOTAutograd's cache as safe
+_LARGEST: Final = torch.finfo(FLOAT8).max
+_TINY: Final = 1e-12  # keeps the scale of a row of zeros from being zero
+_aten: Final = torch.ops.aten
+
+
+def scaled(value: Any, call: Callable[..., Any], *, rows: bool) -> tuple[Any, Any]:
+    """Scale to the range of float8, with the largest element at its end.
+
+    Args:
+        value: a floating-point tensor with at least one element, or what stands for one.
+        call: gets an ATen operator and its arguments, and computes it or writes it down.
+        rows: whether each row has a scale of its own.
+
+    Returns:
+        The numbers in float8, in the shape of the value, and the scale in float32: a scalar, or in the shape of the
+        value with 1 for the last dimension. Their product is the value but for the rounding.
+    """
+    wide = call(CAST, value, torch.float32)
+    size = call(_aten.abs.default, wide)
+    largest = call(_aten.amax.default, size, [-1], True) if rows else call(_aten.amax.default, size)
+    scale = call(_aten.div.Tensor, call(_aten.clamp_min.default, largest, _TINY), _LARGEST)
+    ranged = call(_aten.clamp.default, call(_aten.div.Tensor, wide, scale), -_LARGEST, _LARGEST)
+    return call(CAST, ranged, FLOAT8), scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form of a copy of a parameter.
+
+    Attributes:
+        dtype: of the copy.
+        scales: None for a cast to the dtype; else `row` or `tensor`, of which the numbers are kept if the dtype is
+            float8, and the scales if it is float32. They are those of the parameter in bfloat16, which is what an
+            operator in float8 has for an operand.
+        layout: of a cast of four dimensions, `torch.channels_last` or the parameter's own.
+    """
+
+    dtype: torch.dtype
+    scales: str | None = None
+    layout: torch.memory_format = torch.preserve_format
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a cast in the parameter's own layout."""
+        return self.scales is None and self.layout is torch.preserve_format
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The copy of the parameter as it is now: a new tensor, or the parameter itself if it has this form already."""
+        if self.scales is None:
+            return parameter.to(self.dtype, memory_format=self.layout)
+        numbers, scale = scaled(parameter.to(torch.bfloat16), _compute, rows=self.scales == "row")
+        return numbers if self.dtype is FLOAT8 else scale
+
+    def empty(self, parameter: Tensor) -> Tensor:
+        """Memory for it."""
+        if self.scales is None or self.dtype is FLOAT8:
+            return torch.empty_like(parameter, dtype=self.dtype, requires_grad=False, memory_format=self.layout)
+        shape = (*parameter.shape[:-1], 1) if self.scales == "row" else ()
+        return torch.empty(shape, dtype=self.dtype, device=parameter.device)
+
+    def fits(self, kept: Tensor, parameter: Tensor) -> bool:
+        """Whether memory that was made for it is still laid out as it would be made now."""
+        if kept.device != parameter.device:
+            return False
+        like = self.layout is torch.preserve_format and (self.scales is None or self.dtype is FLOAT8)
+        if like and parameter.is_contiguous():
+            return kept.shape == parameter.shape and kept.stride() == parameter.stride()
+        there = self.empty(torch.empty_like(parameter, device="meta"))
+        return kept.shape == there.shape and kept.stride() == there.stride()
+
+
+def _compute(operator: Callable[..., Any], *args: Any) -> Any:
+    return operator(*args)
 
 
 class _Watched:

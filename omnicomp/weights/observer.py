@@ -11,9 +11,7 @@ from torch import Tensor
 
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owns_alone
-from omnicomp.forks import new_lock
-
-__all__ = ["Followed", "find", "follow", "mark", "stop", "touched"]
+from omnicomp.safety.forks import new_lock
 
 
 class Followed:

@@ -42,3 +42,17 @@ def test_the_original_keeps_its_tensors() -> None:
     forget_tensors(copy)
     assert not hasattr(copy, "weight")
     torch.testing.assert_close(module(), torch.sin(holder.weight))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_tensors_of_the_program_can_be_swapped_for_others(training: bool) -> None:
+    """As `Module.to` does with parameters that are subclasses; torch swaps none that is referred to weakly."""
+    model, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    compiled = torch.compile(model, backend="omni", options={"lowerings": ["eager"]})
+    with torch.set_grad_enabled(training):
+        out = compiled(x)
+    if training:
+        out.sum().backward()
+    for tensor, other in ((x, torch.zeros(2, 3)), (model.weight, torch.nn.Parameter(torch.zeros(3, 3)))):
+        torch.utils.swap_tensors(tensor, other)
+        torch.testing.assert_close(compiled(x), model(x))

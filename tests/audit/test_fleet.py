@@ -10,9 +10,21 @@ from typing import Any
 import pytest
 
 from omnicomp.audit import build
-from omnicomp.audit.fleet import Fleet, facts_of, fleet, ranges_of
+from omnicomp.audit.fleet import Fleet, facts_of, fleet, ranges_of, stragglers
+from omnicomp.audit.fleet import Process as FleetProcess
 from omnicomp.errors import TimelineError
-from omnicomp.timeline import Capture, Event, JsonLinesSink, Ran, Reason, Retreat, Subgraph, Timeline
+from omnicomp.timeline import (
+    Capture,
+    Event,
+    JsonLinesSink,
+    Outcome,
+    Process,
+    Ran,
+    Reason,
+    Retreat,
+    Subgraph,
+    Timeline,
+)
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J"
 Make = Callable[..., list[Event]]
@@ -72,6 +84,21 @@ def write(path: Path, found: list[Event], *, rank: int = 0, pid: int = 7, monkey
     sink.close()
 
 
+def test_a_rank_that_compiled_much_longer_is_named() -> None:
+    alike = [_compiled_for(12.0, rank) for rank in range(3)]
+    assert stragglers(alike) == []
+    late = _compiled_for(41.0, 3)
+    assert stragglers([*alike, late]) == [late]
+    told = Fleet(folder="runs", processes=(*alike, late), groups=()).summary()
+    assert "1 straggler in compiling: rank 3 41 s, the median 12 s" in told
+
+
+def _compiled_for(seconds: float, rank: int) -> FleetProcess:
+    rest: dict[str, Any] = {"group": 0, "shares": {}, "caches": {}, "started": 0.0}
+    counts = {"graphs": 1, "subgraphs": 1, "fallbacks": 0, "retreats": 0, "mismatches": 0}
+    return FleetProcess(path=f"{rank}.jsonl", rank=rank, pid=rank, seconds=seconds, **counts, **rest)
+
+
 def test_equal_reports_are_one_group(tmp_path: Path) -> None:
     for rank in range(4):
         write(tmp_path / "runs" / f"{rank}.jsonl", events(), rank=rank, pid=100 + rank)
@@ -93,7 +120,7 @@ def test_what_a_rank_did_otherwise_is_shown(tmp_path: Path) -> None:
     assert (first.ranks, other.ranks) == ((0, 1, 3, 4), (2,))
     assert len(other.added) == 2
     assert any("ran on eager" in fact for fact in other.added)
-    assert any("inductor gave way to eager: call_failed" in fact for fact in other.added)
+    assert any("inductor retreated to eager: call_failed" in fact for fact in other.added)
     assert [fact.split(": ", 1)[1] for fact in other.missing] == ["planned for inductor, ran on inductor"]
     odd = found.processes[2]
     assert (odd.rank, odd.retreats, odd.shares) == (2, 1, {"eager": 1.0})
@@ -229,3 +256,20 @@ def test_beyond_the_most_kinds_groups_are_counted_and_not_compared(tmp_path: Pat
     assert len(found.groups) == 40
     assert [group.differences == -1 for group in found.groups] == [False] * 32 + [True] * 8
     assert "not compared" in found.to_text()
+
+
+def test_processes_that_were_killed_are_counted(tmp_path: Path) -> None:
+    began, ended = (Process(state=state, run="12-ab", pid=12).to_dict() for state in ("began", "ended"))
+    graph = Capture(graph="g0", run="12-ab", pid=12).to_dict()
+    over = Outcome(graph="g0", state="built").to_dict()
+    whole, killed = [began, graph, over, ended], [began, graph]
+    for number, lines in enumerate([whole, whole, killed, [began], [*whole, "print"]]):
+        text = "".join(line if isinstance(line, str) else f"{json.dumps(line)}\n" for line in lines)
+        (tmp_path / f"{number}.jsonl").write_text(text)
+    found = fleet(tmp_path)
+    assert [process.unfinished for process in found.processes] == [0, 0, 2, 1, 0]
+    assert "2 UNFINISHED" in found.summary()
+    assert "left out: 1 foreign line (4.jsonl, line 5, it is not JSON)" in found.summary()
+    assert "+ the process did not record its end" in found.to_text()
+    assert "unfinished 2" in " ".join(found.to_text().split())
+    assert json.loads(found.to_json())["unread"][0]["kind"] == "foreign"

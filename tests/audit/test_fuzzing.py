@@ -125,7 +125,8 @@ def test_reports_that_are_cut_short(make_events: Make, tmp_path: Path, cut: int,
     path = tmp_path / "report.json"
     text = build(make_events()).to_json().encode()
     path.write_bytes(text[: min(cut, len(text) - 3)] + tail)
-    assert outcome(path) != "report"
+    # A lone brace may also be the torn first line of a timeline. Nothing was read then, and the check fails.
+    assert outcome(path) != "report" or judge(load(path)).is_unfinished
 
 
 @given(contents=st.lists(st.binary(max_size=60), max_size=3))
@@ -150,7 +151,12 @@ def test_without_a_change_there_is_a_report(make_events: Make, tmp_path: Path) -
     assert outcome(tmp_path / "report.json") == "report"
 
 
-@pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b'{"schema": 2}', b'{"graphs": 3}', b"\n\n{}", b"{}\n{}"])
+def test_a_torn_first_line_is_a_timeline_without_an_end(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"{")
+    assert judge(load(tmp_path / "a")).is_unfinished
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2}', b'{"graphs": 3}', b"\n\n{}", b"{}\n{}"])
 def test_what_is_no_report_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     assert outcome(tmp_path / "a") != "report"

@@ -6,7 +6,7 @@ import pytest
 from omnicomp.audit import Audit, build
 from omnicomp.audit.identity import operators_of, without_number
 from omnicomp.timeline import Capture, Event, Subgraph
-from omnicomp.timeline.text import common_path, text_of
+from omnicomp.timeline.reasons import common_path, text_of
 
 Events = list[Event]
 

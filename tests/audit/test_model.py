@@ -147,7 +147,7 @@ def test_a_retreat_from_the_passes_or_of_a_part_is_no_row() -> None:
     assert [row.id for row in found.subgraphs] == ["g0.forward.0"]
     assert not found.subgraphs[0].superseded
     assert "2 retreats" in found.summary()
-    assert "passes gave way to no passes" in found.to_text()
+    assert "passes retreated to no passes" in found.to_text()
     assert "inductor builds it in pieces only" in found.to_text()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import omnicomp
 from omnicomp.audit import Audit
-from omnicomp.backend import stage_times
+from omnicomp.backend import autograd
 from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.options.policy import effective_options, parse
 from omnicomp.timeline import Boundary, Capture, Stage, Timing, current
@@ -56,15 +56,15 @@ def test_every_stage_of_a_compilation_has_its_time() -> None:
 
 def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 10.0])
-    monkeypatch.setattr(stage_times.time, "perf_counter", lambda: next(clock))
-    with stage_times.stage("autograd", "g0"), stage_times.stage("lowering", "g0", "forward"):
+    monkeypatch.setattr(autograd.time, "perf_counter", lambda: next(clock))
+    with autograd.stage("autograd", "g0"), autograd.stage("lowering", "g0", "forward"):
         pass
     seconds = {event.stage: event.seconds for event in current() if isinstance(event, Stage)}
     assert seconds == {"lowering": 3.0, "autograd": 7.0}
 
 
 def test_a_stage_that_raises_is_recorded_and_not_swallowed() -> None:
-    with pytest.raises(KeyError), stage_times.stage("autograd", "g0"):
+    with pytest.raises(KeyError), autograd.stage("autograd", "g0"):
         raise KeyError("x")
     assert [event.stage for event in current() if isinstance(event, Stage)] == ["autograd"]
 

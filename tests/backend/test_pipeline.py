@@ -1,13 +1,14 @@
 """The whole way of a graph: values, gradients, what is recorded, and what happens when something fails."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from concurrency import in_threads
 from processes import python
+from recorded import events
 from tiers import fast
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -48,10 +49,6 @@ def inductor_fails_on(*operators: Any, message: str = "planted failure") -> Iter
             yield
     finally:
         lowering.lowerings.update(saved)
-
-
-def events(kind: type) -> list[Any]:
-    return [event for event in current() if isinstance(event, kind)]
 
 
 def check_step(model: nn.Module, compiled: Any, *inputs: torch.Tensor) -> None:
@@ -237,7 +234,6 @@ def test_a_pass_that_raises_costs_its_rewrites_only(monkeypatch: pytest.MonkeyPa
 def test_eight_threads_and_two_models() -> None:
     models = [Small().eval(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()]
     compiled = [torch.compile(model, backend="omni", options=EAGER) for model in models]
-    failures: list[str] = []
     if torch.__version__ < (2, 13):
         # There a thread that calls while another one compiles is taken for symbolic tracing, under any backend.
         for model in compiled:
@@ -250,17 +246,9 @@ def test_eight_threads_and_two_models() -> None:
             which = (seed + turn) % 2
             x = torch.randn(4, 8, generator=generator)
             with torch.no_grad():
-                try:
-                    torch.testing.assert_close(compiled[which](x), models[which](x))
-                except Exception as error:  # a thread's failure must reach the test
-                    failures.append(repr(error))
+                torch.testing.assert_close(compiled[which](x), models[which](x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(work)
     sequence = [event.seq for event in current()]
     assert sequence == list(range(len(sequence)))
     ran = [e.subgraph for e in events(Ran)]

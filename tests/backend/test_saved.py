@@ -388,3 +388,21 @@ def test_a_cache_bundle_with_dynamos_code_holds_checks_variants_and_eager_parts(
     loading = python("-c", program, "loads", environment=folders[1], check=True)
     assert "['hit', 'hit', 'hit', 'bypass']" in loading.stdout
     assert "['assumed', 'failed', 'held']" in loading.stdout
+
+
+class Unpicklable(DropsMaskedFill):
+    """A pass of the program's own, in a class that another process lacks."""
+
+    name = "unpicklable"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it stays here")
+
+    def applies(self, module: Any, context: Any) -> bool:
+        return False
+
+
+def test_a_function_is_saved_without_the_passes_that_the_program_gave() -> None:
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(cycle(product, x, passes=[Unpicklable()])(x), product(x))
+    assert "unpicklable" in [event.name for event in current() if isinstance(event, PassRun)]

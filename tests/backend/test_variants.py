@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import events
 from torch import nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
@@ -15,9 +16,10 @@ import omnicomp.backend.pipeline
 from omnicomp import passes
 from omnicomp.analysis.nodes import op_name
 from omnicomp.backend import variants
-from omnicomp.backend.variants import PATIENCE, Memo
+from omnicomp.backend.variants import PATIENCE
 from omnicomp.passes.assumptions import Assumption, assumption
 from omnicomp.passes.base import Pass, PassContext, PassResult
+from omnicomp.passes.verdicts import Memo
 from omnicomp.timeline import Capture, Ran, Reason, Retreat, Rewrite, Speculation, current
 
 EAGER = {"lowerings": ["eager"]}
@@ -70,10 +72,6 @@ class Model(nn.Module):
 
 FULL = torch.ones(3, dtype=torch.long)
 PADDED = torch.tensor([1, 1, 0])
-
-
-def events(kind: type) -> list[Any]:
-    return [event for event in current() if isinstance(event, kind)]
 
 
 def states() -> list[tuple[str, str]]:
@@ -141,7 +139,7 @@ def test_speculation_is_switched_off_by_an_option() -> None:
         check(compiled, model, x, mask)
     assert states() == []
     assert len(events(Capture)) == 1
-    with pytest.raises(omnicomp.errors.OptionError, match="speculate takes True or False"):
+    with pytest.raises(omnicomp.errors.OptionError, match="speculate can't be 'yes'; it takes True or False"):
         torch.compile(model, backend="omni", options={"speculate": "yes"})(x, FULL)
 
 
@@ -295,10 +293,10 @@ def test_a_check_that_raises_is_recorded_and_the_general_variant_runs(monkeypatc
     compiled = torch.compile(model, backend="omni", options=EAGER)
     compiled(x, FULL)
 
-    def hold(self: Any, args: Any) -> bool:
+    def case(self: Any, args: Any) -> Any:
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr(variants.Checks, "hold", hold)
+    monkeypatch.setattr(variants.Checks, "case", case)
     for mask in (PADDED, FULL):
         check(compiled, model, x, mask)
     (stopped,) = [e for e in events(Speculation) if e.state == "stopped"]
@@ -319,6 +317,17 @@ def test_without_a_scene_for_a_late_compilation_nothing_is_assumed(monkeypatch: 
     assert states() == [("stopped", "general")]
     assert not events(Rewrite)
     assert len(events(Capture)) == 1
+
+
+def test_nothing_is_assumed_where_inductor_orders_collectives_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(omnicomp.backend.pipeline.ranks, "spans", lambda *_: True)
+    model, x = Model(), torch.randn(3, 4)
+    compiled = torch.compile(model, backend="omni", options={**EAGER, "reorder_for_compute_comm_overlap": True})
+    for mask in (FULL, PADDED):
+        check(compiled, model, x, mask)
+    assert states() == [("stopped", "general")]
+    assert "order" in events(Speculation)[0].reason.sentence
+    assert not events(Rewrite)
 
 
 def test_a_late_compilation_that_fails_retreats_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +391,15 @@ def test_a_call_under_capture_takes_the_general_variant_without_a_check(monkeypa
     each = {name: variants.Variant(name=name, graph="g0", build=lambda late: refuse(late)) for name in names}
     checks = variants.Checks([Assumption(check=full, inputs=("mask",), sentence="it is full")], ["mask"])
     choice = variants.Variants(
-        checks=checks, **each, eager=lambda mask: ran.append("eager"), timeline=current(), on_cuda=True
+        checks=checks,
+        assumed={(None,): each["assumed"]},
+        general=each["general"],
+        eager=lambda mask: ran.append("eager"),
+        timeline=current(),
+        on_cuda=True,
+        graph="g0",
     )
-    monkeypatch.setattr(checks, "hold", refuse)
+    monkeypatch.setattr(checks, "case", refuse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     choice(FULL)
     assert states()[1:] == [("captured", "general")], "nothing can be compiled there"

@@ -1,12 +1,16 @@
 """One module behind the ladder: it works as before, and the timeline tells of it under its tag."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import omnicomp
+from omnicomp.devices import Device
+from omnicomp.devices.cpu import CpuDevice
 from omnicomp.errors import DeviceError, OptionError
 from omnicomp.lowerings.overrides import registry
 from omnicomp.timeline import Capture, Placement, current
@@ -116,3 +120,51 @@ def test_a_device_that_is_not_there_is_refused(block: Block) -> None:
     with pytest.raises(DeviceError, match="not available"):
         omnicomp.wrap_module(block, device="npu")
     assert omnicomp.wrap_module(block, device="cpu", options=EAGER)(torch.ones(1, 4)).shape == (1, 2)
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.relu()
+        torch._dynamo.graph_break()
+        return y * 2
+
+
+def test_every_graph_of_it_has_its_tag() -> None:
+    wrapped = omnicomp.wrap_module(nn.Sequential(Broken()), "unet", options=EAGER)
+    wrapped(torch.ones(2, requires_grad=True)).sum().backward()
+    entries = omnicomp.timeline.backend_timeline()
+    assert len(entries) == 4  # two graphs, forward and backward
+    assert {entry["module"] for entry in entries} == {"unet"}
+    assert [each["level"] for each in entries[0]["attempts"]] == ["compile", "kernel_override", "eager"]
+    told = json.loads(omnicomp.audit().to_json())["backend_timeline"]
+    assert sorted(told, key=str) == sorted(entries, key=str)
+
+
+class Prepares(CpuDevice):
+    def prepare(self, model: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
+        return model if (config or {}).get("attention") == "plain" else nn.Sequential(model, nn.ReLU())
+
+
+class PreparesByTheOldContract(CpuDevice):
+    def prepare(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        return nn.Sequential(model, nn.ReLU())
+
+
+@pytest.fixture
+def stands_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
+    return lambda device: monkeypatch.setattr("omnicomp.backend.wrap_module.resolve_device", lambda name: device)
+
+
+def test_the_device_gets_the_config(stands_in: Callable[[Device], None]) -> None:
+    stands_in(Prepares())
+    given = nn.Linear(2, 2)
+    assert omnicomp.wrap_module(given, "unet", config={"attention": "plain"}).wrapped is given
+    assert len(list(omnicomp.wrap_module(given, "unet").wrapped.children())) == 2
+
+
+def test_a_device_that_takes_no_config(stands_in: Callable[[Device], None]) -> None:
+    stands_in(PreparesByTheOldContract())
+    with pytest.warns(DeprecationWarning, match=r"prepare\(self, model, config\)"):
+        assert isinstance(omnicomp.wrap_module(nn.Linear(2, 2), "unet").wrapped, nn.Sequential)
+    with pytest.raises(DeviceError, match="takes no config"):
+        omnicomp.wrap_module(nn.Linear(2, 2), "unet", config={"a": 1})

@@ -12,7 +12,7 @@ from torch._inductor.codecache import CacheBase
 from torch._inductor.select_algorithm import ExternKernelCaller, ExternKernelChoice, NoValidChoicesError
 
 import omnicomp
-from omnicomp._torch.inductor.autotuning import not_kept
+from omnicomp._torch.inductor.failures import not_kept
 from omnicomp.builder import known_failures
 from omnicomp.builder.known_failures import CACHE, entries
 

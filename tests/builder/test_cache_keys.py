@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import textwrap
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from concurrency import in_threads
 from processes import python
 from torch import Tensor
 
@@ -133,11 +133,7 @@ def test_threads_that_write_at_once_leave_a_whole_file(key_folder: Path) -> None
         for step in range(20):
             miss(with_parts(option_x=(f"{number} {step}", f"{number} {step}")))
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(write)
     (path,) = key_folder.iterdir()
     assert json.loads(path.read_text())["value"]["the graph"] == ["", "g"]
     assert miss().reason is None

@@ -69,7 +69,13 @@ def test_the_graph_is_not_changed_and_not_read_before_a_failure() -> None:
     kept = fallbacks.dumps(module, [torch.ones(3, 4)])
     assert module.code == before
     head, _, body = kept.partition(b"\n")
-    assert json.loads(head) == {"bytes": "48", "inputs": ["arg0_1"], "obstacle": None, "operators": []}
+    assert json.loads(head) == {
+        "announced": [["float32", "cpu", [3, 4], [4, 1]]],
+        "bytes": "48",
+        "inputs": ["arg0_1"],
+        "obstacle": None,
+        "operators": [],
+    }
     assert b"aten.sin" in body
     fallbacks.guard(head + b"\nnothing to read", context(), SimpleNamespace(current_callable=len), recorded=False)
 

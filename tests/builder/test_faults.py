@@ -23,7 +23,7 @@ EVERYWHERE = {
     "repairs": Place("omnicomp.passes.repairs", "RepairFirstCall.meets", parts=False),
     "weights": Place("omnicomp.backend.weight_inputs", "lift_weights", parts=False),
     "autograd": Place("torch._functorch._aot_autograd.graph_compile", "aot_dispatch_autograd_graph", parts=False),
-    "summary": Place("omnicomp.runtime.fallback_warning", "_notify", parts=False),
+    "summary": Place("omnicomp.runtime.fallback_limit", "_notify", parts=False),
     "part": Place("omnicomp.builder.part", "copy_module"),
     "failures": Place("omnicomp.builder.part", "PartFailures"),
     "placement": Place("omnicomp.builder.part", "place"),

@@ -45,10 +45,10 @@ def operators(training: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, list
     found: dict[str, list[str]] = {}
     original = autograd.build_part
 
-    def build_part(module: Any, inputs: Sequence[Any], context: Any) -> Any:
+    def build_part(module: Any, inputs: Sequence[Any], context: Any, *rest: Any) -> Any:
         nodes = (node for node in module.graph.nodes if node.op == "call_function")
         found[context.part] = [node.name for node in nodes if node.target is not operator.getitem]
-        return original(module, inputs, context)
+        return original(module, inputs, context, *rest)
 
     with monkeypatch.context() as patched, pretended(lambda part, names: False):
         patched.setattr(autograd, "build_part", build_part)

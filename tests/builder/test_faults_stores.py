@@ -15,12 +15,12 @@ from tiers import fast
 from torch import Tensor
 
 import omnicomp
-from omnicomp import store
+from omnicomp._torch.inductor import store
+from omnicomp._torch.inductor.store import folder
 from omnicomp.builder import known_failures as verdicts
 from omnicomp.lowerings.overrides import trust
 from omnicomp.lowerings.overrides.registry import unregister
-from omnicomp.passes.dtypes import calibrate, speeds
-from omnicomp.store import folder
+from omnicomp.passes.dtypes import calibrate, resolve
 from omnicomp.timeline import current
 
 
@@ -72,7 +72,7 @@ def test_a_timeline_of_which_an_event_can_not_be_written(caplog: pytest.LogCaptu
 def _forget() -> None:
     calibrate.clear()
     trust.forget()
-    speeds.forget()
+    resolve.forget()
 
 
 def uses_verdicts() -> None:
@@ -109,7 +109,7 @@ def uses_calibrations() -> None:
 
 def uses_speeds() -> None:
     """The speed of a dtype is measured, and kept for the next process."""
-    assert speeds.measured(torch.bfloat16).ratio > 0
+    assert resolve.measured(torch.bfloat16).ratio > 0
 
 
 USERS: dict[str, Callable[[], None]] = {

@@ -228,10 +228,10 @@ def names_of(part: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[list[str]] = []
     original = ladder.build_part
 
-    def build_part(module, inputs, context):
+    def build_part(module, inputs, context, *rest):
         if context.part == part:
             found.append([n.name for n in module.graph.nodes if n.op == "call_function"])
-        return original(module, inputs, context)
+        return original(module, inputs, context, *rest)
 
     monkeypatch.setattr("omnicomp.backend.autograd.build_part", build_part)
     with monkeypatch.context() as patched:

@@ -10,11 +10,11 @@ import torch
 
 import omnicomp
 from omnicomp._torch.inductor import compile_fx as inductor
+from omnicomp._torch.inductor.store import folder, prune, write_whole
 from omnicomp.builder import known_failures as verdicts
 from omnicomp.builder.known_failures import CACHE, Entry, entries, forget, wrong_code
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.inductor import InductorLowering
-from omnicomp.store import folder, prune, write_whole
 from omnicomp.timeline import Reason
 
 

@@ -45,7 +45,7 @@ def test_output_decides_the_format(omnicomp: Command, timeline: Path, tmp_path: 
     [
         (["none.jsonl"], "none.jsonl can't be read"),
         (["bad.jsonl"], "line 1 is no timeline event"),
-        (["t.jsonl", "--format", "pdf"], "unknown format 'pdf'"),
+        (["t.jsonl", "--format", "pdf"], "--format can't be 'pdf'; it takes text, json"),
         (["t.jsonl", "-o", "t.jsonl/a.html"], "can't be written"),
     ],
 )

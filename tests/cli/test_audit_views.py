@@ -89,7 +89,10 @@ def test_lines_of_source_can_be_left_out(omnicomp: Command, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["t.jsonl", "--by", "tim"], "not 'tim'; did you mean \"time\"?"),
+        (
+            ["t.jsonl", "--by", "tim"],
+            'it takes flops, time, operators or bytes; did you mean "time"?',
+        ),
         (["t.jsonl", "--why", "layrs.1"], "nothing called 'layrs.1'; did you mean"),
         (["t.jsonl", "--why", "layers.1", "--tree"], "--why is a view of its own"),
         (["t.jsonl", "--trace", "t.jsonl/x.json"], "can't be written"),

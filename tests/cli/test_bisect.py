@@ -12,13 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
 from omnicomp._torch.inductor.repro_script import script_of
+from omnicomp._torch.inductor.store import folder
 from omnicomp.builder import known_failures
 from omnicomp.builder.known_failures import CACHE, Entry
 from omnicomp.builder.on_failure import write_script
 from omnicomp.cli import app
 from omnicomp.cli.bisect import run_script
 from omnicomp.errors import OmnicompError
-from omnicomp.store import folder
 from omnicomp.timeline import Reason
 
 SIN = torch.ops.aten.sin.default

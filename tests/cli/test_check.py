@@ -9,8 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from omnicomp.audit import audit
-from omnicomp.timeline import Capture, JsonLinesSink, NodePlacement, Placement, Ran, Reason, Subgraph, Timeline
+from omnicomp.audit import audit, load
+from omnicomp.timeline import (
+    Capture,
+    JsonLinesSink,
+    NodePlacement,
+    Placement,
+    Process,
+    Ran,
+    Reason,
+    Subgraph,
+    Timeline,
+)
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -97,7 +107,9 @@ def test_each_process_of_a_folder_is_judged_by_itself(omnicomp: Command, tmp_pat
     folder.mkdir()
     for rank in range(3):
         write(folder / f"{rank}.jsonl", "topk")
-    assert omnicomp("check", folder, "--max-nodes", 1)[0] == 0
+    code, out, _ = omnicomp("check", folder, "--max-nodes", 1)
+    assert code == 0
+    assert out.startswith(f"{folder / '0.jsonl'} and 2 more: omni: within")  # those that say the same are told of once
     write(folder / "3.jsonl", "topk", "sort")
     code, out, _ = omnicomp("check", folder, "--max-nodes", 1)
     assert code == 1
@@ -158,7 +170,9 @@ def test_what_the_project_acknowledges_does_not_count_until_it_expires(
         (["none.json"], "can't be read"),
         (["bad.json"], "bad.json"),
         (["t.jsonl", "--baseline", "none.json"], "can't be read"),
-        (["t.jsonl", "--max-nodes", -1], "not -1"),
+        (["t.jsonl", "--max-nodes", -1], "--max-nodes can't be -1; it takes a number of operators, for example 0"),
+        (["t.jsonl", "--max-nodes", "x"], "--max-nodes can't be 'x'; it takes a number of operators, for example 0"),
+        (["t.jsonl", "--max-flops-share", "30%"], "can't be '30%'; it takes a part from 0 to 1, for example 0.3"),
         (["t.jsonl", "--max-flops-share", 2], "from 0 to 1"),
         (["t.jsonl", "--format", "markdow"], 'did you mean "markdown"'),
         (["empty"], "has no timelines"),
@@ -190,3 +204,18 @@ def test_nothing_fell_back(omnicomp: Command, tmp_path: Path) -> None:
         "omni: within the fallback budget: 0 operators run eager (at most 0)\n",
         "",
     )
+
+
+def test_a_run_that_has_no_end_has_a_status_of_its_own(omnicomp: Command, tmp_path: Path) -> None:
+    began = Process(state="began", run="12-ab", pid=12).to_dict()
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(began)}\n")
+    code, out, _ = omnicomp("check", path)
+    assert code == 3
+    assert "unfinished: process 12 did not record its end" in out
+    assert omnicomp("check", path, "--allow-unfinished")[0] == 0
+    data = json.loads(omnicomp("check", path, "--format", "json")[1])
+    assert (data["unfinished"], data["over"], data["verdicts"][0]["failed"]) == (True, False, True)
+    assert 'testcase name="unfinished"' in omnicomp("check", path, "--format", "junit")[1]
+    (tmp_path / "report.json").write_text(load(path).to_json())
+    assert omnicomp("check", tmp_path / "report.json")[0] == 3

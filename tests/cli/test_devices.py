@@ -43,7 +43,7 @@ def test_bringup_prints_and_writes_the_table(omnicomp, monkeypatch, tmp_path, ma
     ("words", "message"),
     [
         (("berd", "--device", "cpu"), 'did you mean "bert"?'),
-        (("bert", "--device", "cpu", "--size", "huge"), "there is no size 'huge'"),
+        (("bert", "--device", "cpu", "--size", "huge"), "size can't be 'huge'; it takes tiny, cpu or gpu"),
         (("bert", "--device", "cpu", "--json", "/proc/none/a.json"), "can't be written"),
     ],
 )

@@ -217,6 +217,7 @@ def test_python_m() -> None:
     assert python("-m", "omnicomp", "--version", fresh=True, check=True).stdout.startswith("omnicomp ")
 
 
+@pytest.mark.slow  # the next test is its twin, without a process and a build
 def test_the_simulated_device_is_enabled_to_be_checked() -> None:
     done = python("-m", "omnicomp", "doctor", "--device", "sim", "--json", environment=SHARED)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}

@@ -31,7 +31,7 @@ def test_the_package_is_complete(omnicomp: Command, tmp_path: Path) -> None:
         *(f"omnicomp_gx_one/{name}" for name in ("__init__.py", "device.py", "driver.py", "inductor.py", "module.py")),
         *(
             f"omnicomp_gx_one/csrc/{name}"
-            for name in ("driver.h", "driver.cpp", "operators.cpp", "layers.cpp", "autocast.cpp")
+            for name in ("driver.h", "driver.cpp", "operators.cpp", "layers.cpp", "autocast.cpp", "autograd.cpp")
         ),
     }
     assert all(str(target / name) in out for name in files)
@@ -164,7 +164,7 @@ def test_it_installs_and_passes_its_own_tests(tmp_path: Path, tmp_path_factory: 
     run("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site, target)
     assert (site / "omnicomp_gxu" / "csrc" / "driver.cpp").is_file()
     out = run("pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "not conformance or contract")
-    assert f"{15 + len(check_names(groups=['contract']))} passed" in out
+    assert f"{19 + len(check_names(groups=['contract']))} passed" in out
     out = run("omnicomp", "doctor", "--device", "gxu")
     assert "ok      gxu scheduling" in out
     assert "missing" not in out

@@ -15,11 +15,10 @@ from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 
-from omnicomp._torch.devices.codegen import DeviceWrapper, python_wrapper
+from omnicomp._torch.devices.codegen import DeviceCppScheduling, DeviceWrapper, python_wrapper
 from omnicomp._torch.inductor.versions import compilers
 from omnicomp.devices.inductor import DeviceSpec, LaunchLimits, RegistrationError, register, registration
-from omnicomp.devices.inductor.checks import CPP_MEMBERS
-from omnicomp.devices.inductor.report import Piece
+from omnicomp.devices.inductor.report import CPP_MEMBERS, Piece
 from omnicomp.errors import DeviceError
 
 __all__ = ["clean"]
@@ -89,6 +88,9 @@ def test_torchs_functions_that_choose_triton_need_it() -> None:
     register(spec())
     common.device_codegens[NAME].scheduling = lambda scheduler: TritonScheduling(scheduler)
     assert look(NAME).found != "not needed"
+    (wrong,) = (piece for piece in registration(NAME) if piece.name == "scheduling")
+    assert not wrong.ok
+    assert "torch asserts for maia that it is a class" in wrong.found
 
 
 def test_a_module_with_functions_where_inductor_takes_classes() -> None:
@@ -102,7 +104,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     del module.synchronize
     found = problems(
         module=module,
-        scheduling=lambda scheduler: TritonScheduling(scheduler),
+        scheduling=lambda scheduler: {},
         wrapper=lambda: PythonWrapperCodegen,
         fx_wrapper=dict,
         op_overrides={"synchronise": "pass"},
@@ -113,7 +115,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     assert len(found) == 9
     for expected in (
         "torch.maia has no synchronize()",
-        "scheduling must be a class, got function",
+        "with None to ask for features; it returns a dict",
         "wrapper must be a class, got function",
         "fx_wrapper: dict is no subclass",
         "has no 'synchronise'; did you mean",
@@ -123,6 +125,34 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
         "launch.num_warps is a power of two",
     ):
         assert expected in text, expected
+
+
+def test_a_function_that_chooses_what_generates_kernels() -> None:
+    class Other(DeviceCppScheduling):
+        pass
+
+    chosen: list[type] = [DeviceCppScheduling]
+    register(spec(scheduling=lambda scheduler: chosen[0](scheduler)))
+    found = {piece.name: piece.found for piece in registration(NAME) if piece.ok}
+    assert found["scheduling"].startswith("omnicomp._torch.devices.codegen.DeviceCppScheduling, made by ")
+    assert found["triton backend"] == "not needed"
+    assert len(found) == len(registration(NAME))
+    keys: list[Any] = []
+    for each in (DeviceCppScheduling, Other, DeviceCppScheduling):
+        chosen[0] = each
+        assert isinstance(common.device_codegens[NAME].scheduling(None), each)
+        keys.append(common.custom_backend_passes[NAME].uuid())  # type: ignore[union-attr]
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_function_that_is_no_choice() -> None:
+    def asks(scheduler: Any) -> Any:
+        return scheduler.get_backend()
+
+    (found,) = problems(scheduling=asks)
+    assert "with None it raises AttributeError: 'NoneType'" in found
+    (found,) = problems(scheduling=lambda scheduler: DeviceCppScheduling(scheduler), triton_backend="hip")
+    assert found.startswith("triton_backend: it becomes part of a class")
 
 
 def test_a_wrapper_that_inductor_would_never_make() -> None:

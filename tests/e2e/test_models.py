@@ -29,7 +29,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, scale: float, tole
 @pytest.mark.parametrize(
     ("name", "fused", "fused_in_training"),
     fast(
-        [("bert", 2, 2), ("llama", 2, 2), ("vit", 2, 2), ("t5", 6, 6), ("resnet", 0, 0)],
+        [("bert", 2, 2), ("llama", 2, 2), ("vit", 2, 2), ("t5", 6, 6), ("resnet", 0, 0), ("unet", 10, 10)],
         lambda case: case[0] == "llama",
     ),
 )

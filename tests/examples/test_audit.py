@@ -40,7 +40,7 @@ def test_a_data_dependent_operator_in_the_middle(omnicomp: Command) -> None:
     line = line_of("data_dependent", "return tokens[important]")
     code, out = omnicomp("audit", "run.jsonl", "--tree")
     assert code == 0
-    assert f"broken off by dynamo: aten.nonzero.default data_dependent.py:{line}" in out
+    assert f"graph break: aten.nonzero.default data_dependent.py:{line}" in out
     code, out = omnicomp("audit", "run.jsonl", "--why", "aten.nonzero")
     assert code == 0
     assert f"> {line} | return tokens[important]" in out

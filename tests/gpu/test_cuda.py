@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import events
 from torch import nn
 
 import omnicomp
 from omnicomp.devices import MEMORY_KEYS, resolve_device
 from omnicomp.testing.models import build
-from omnicomp.timeline import Capture, Option, Placement, Ran, Rewrite, current
+from omnicomp.timeline import Capture, Option, Placement, Ran, Rewrite
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,10 +40,6 @@ def inductor_fails_on(operator: Any) -> Iterator[None]:
             yield
     finally:
         lowering.lowerings[operator] = saved
-
-
-def events(kind: type) -> list[Any]:
-    return [event for event in current() if isinstance(event, kind)]
 
 
 def train(model: nn.Module, run: Any, steps: int = 4) -> list[torch.Tensor]:

@@ -1,33 +1,20 @@
 """Verification on a CUDA device: under CUDA graphs, on the right device, and generators that are put back."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import fragile
 import pytest
 import torch
+from recorded import events
 from torch import Tensor
 
 import omnicomp
 from omnicomp.analysis.random_state import generator_states
-from omnicomp.lowerings.overrides import trust
-from omnicomp.lowerings.overrides.registry import registered, unregister
-from omnicomp.timeline import Retreat, Verification, current
+from omnicomp.timeline import Retreat, Verification
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
-    before = {item.name for item in registered()}
-    trust.forget()
-    yield
-    trust.forget()
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("own_overrides"),
+]
 
 
 def cumsum(off: float = 0.0) -> None:
@@ -40,10 +27,6 @@ def cumsum(off: float = 0.0) -> None:
 
 def program(x: Tensor) -> Tensor:
     return x.exp().cumsum(-1) + 1
-
-
-def events(kind: type) -> list[Any]:
-    return [event for event in current() if isinstance(event, kind)]
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

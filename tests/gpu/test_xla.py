@@ -1,14 +1,15 @@
 """XLA on a CUDA device: values, streams, memory, and no copy through the host."""
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from concurrency import in_threads
 from engine_tables import calls, difference, subgraph_of
+from recorded import ran
 from torch import Tensor, nn
 
 import omnicomp
@@ -36,10 +37,6 @@ NAMES = (
 
 def compiled(function: Any, **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="omni", options={"lowerings": ["xla", "eager"], **options})
-
-
-def ran() -> set[str]:
-    return {event.lowering for event in omnicomp.timeline.events() if isinstance(event, Ran)}
 
 
 def trouble() -> list[str]:
@@ -109,7 +106,7 @@ def test_products_are_as_exact_as_torch_is_set_to() -> None:
 
 
 def test_nothing_is_copied_and_nothing_passes_through_the_host() -> None:
-    from omnicomp.lowerings.engines.xla.executable import imported
+    from omnicomp.lowerings.engines.xla.engine import imported
 
     x = torch.randn(1024, device="cuda")
     assert imported(x).unsafe_buffer_pointer() == x.data_ptr()
@@ -190,26 +187,17 @@ def test_a_result_is_the_callers() -> None:
 def test_threads_on_streams_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).cuda()
     call = compiled(model)
-    wrong: list[Any] = []
     with torch.no_grad():
         call(torch.randn(128, 64, device="cuda"))
     torch.cuda.synchronize()
 
-    def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
-                for _ in range(30):
-                    x = torch.randn(128, 64, device="cuda")
-                    torch.testing.assert_close(call(x), model(x), rtol=1e-4, atol=1e-5)
-        except Exception as error:
-            wrong.append(error)
+    def work(_: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for _ in range(30):
+                x = torch.randn(128, 64, device="cuda")
+                torch.testing.assert_close(call(x), model(x), rtol=1e-4, atol=1e-5)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(work)
 
 
 def test_a_weight_that_changes_in_place_is_never_stale() -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import events as of
 from torch import Tensor
 from torch.fx import GraphModule
 
 from omnicomp.analysis.nodes import op_name
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.lowerings import in_order
-from omnicomp.timeline import Option, Placement, Ran, Retreat, current
+from omnicomp.timeline import Option, Placement, Ran, Retreat
 
 BUILT: list[list[str]] = []
 REFUSED: set[str] = set()
@@ -65,10 +66,6 @@ def check(**options: Any) -> None:
     for _ in range(2):
         for got, expected in zip(step(compiled), step(program), strict=True):
             torch.testing.assert_close(got, expected)
-
-
-def of(kind: type) -> list[Any]:
-    return [event for event in current() if isinstance(event, kind)]
 
 
 def test_it_stands_where_inductor_would() -> None:

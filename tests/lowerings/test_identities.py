@@ -10,7 +10,8 @@ from processes import python
 
 from omnicomp.backend.capture import graph_digest, key_parts
 from omnicomp.devices.cpu import CpuDevice
-from omnicomp.lowerings import engines, identities
+from omnicomp.devices.inductor.spec import package_sources
+from omnicomp.lowerings import engines
 from omnicomp.lowerings.engines.toy import ToyEngine
 from omnicomp.options.policy import parse
 
@@ -33,7 +34,7 @@ class Mine(CpuDevice):
 @pytest.fixture(autouse=True)
 def nothing_is_cached() -> Iterator[None]:
     yield
-    identities._package_digest.cache_clear()
+    package_sources.cache_clear()
     engines.resolve_engine.cache_clear()
 
 
@@ -63,7 +64,7 @@ def test_sources_of_the_package_are_in_the_key(tmp_path: Path, monkeypatch: pyte
 
     before = graph_digest(POLICY, acme_cards.Card())
     (package / "compiler.py").write_text("def run(arguments): return arguments\n")
-    identities._package_digest.cache_clear()
+    package_sources.cache_clear()
     assert graph_digest(POLICY, acme_cards.Card()) != before
     for name in [name for name in sys.modules if name.startswith("acme_cards")]:
         del sys.modules[name]

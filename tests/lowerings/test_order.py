@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import rival_engines
 import torch
+from recorded import events as of
 from tiers import fast
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -21,7 +22,6 @@ import omnicomp
 from omnicomp.analysis.nodes import insert_call, op_name
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.lowerings.engines import Operators, resolve_engine
-from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.lowerings.overrides.search import Found
 from omnicomp.timeline import Attempt, NodePlacement, Placement, Ran, Retreat, Subgraph
 
@@ -53,17 +53,13 @@ def compile_subgraph(self: Any, module: GraphModule, inputs: Sequence[Any]) -> P
 
 
 @pytest.fixture(autouse=True)
-def everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def everything_is_put_back(monkeypatch: pytest.MonkeyPatch, own_overrides: None) -> Iterator[None]:
     monkeypatch.setattr(CpuDevice, "compile_subgraph", compile_subgraph)
     monkeypatch.setattr(CpuDevice, "lowerings", ("override", "device", "inductor", "eager"))
     REFUSED.clear()
     CALLS.clear()
-    before = {item.name for item in registered()}
     with rival_engines.declared():
         yield
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
 
 
 def takes(names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +76,6 @@ def override_operator(name: str) -> None:
     def own(x: Tensor) -> Tensor:
         CALLS.append(name)
         return function(x)
-
-
-def of(kind: type) -> list[Any]:
-    return [event for event in omnicomp.timeline.events() if isinstance(event, kind)]
 
 
 def refusals() -> list[NodePlacement]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import events
 
 import omnicomp
 from omnicomp.backend.options import policy_of
 from omnicomp.errors import OptionError, OverrideError
 from omnicomp.lowerings.override import reference_of
 from omnicomp.lowerings.overrides.registry import GROUP, broken, digest, registered, select, unregister
-from omnicomp.timeline import Option, Placement, Ran, Reason, Subgraph, current
+from omnicomp.timeline import Option, Placement, Ran, Reason, Subgraph
 
 NAME = "test_override"
 
@@ -23,10 +24,6 @@ def forget() -> Iterator[None]:
     yield
     if any(item.name == NAME for item in registered()):
         unregister(NAME)
-
-
-def events(kind: type) -> list:
-    return [event for event in current() if isinstance(event, kind)]
 
 
 def declare(calls: list[str], **options) -> None:
@@ -280,7 +277,7 @@ def test_plugins_are_found_and_a_broken_one_is_a_reason(
         f"@omnicomp.override(op=torch.ops.aten.digamma.default, name={NAME!r})\n"
         "def kernel(x):\n    return torch.special.digamma(x)\n",
     )
-    plugin(tmp_path, "omnicomp_test_broken", "raise OSError('no driver\\nand more')\n")
+    plugin(tmp_path, "omnicomp_test_no_driver", "raise OSError('no driver\\nand more')\n")
     monkeypatch.syspath_prepend(tmp_path)
     broken.cache_clear()
     try:
@@ -289,12 +286,12 @@ def test_plugins_are_found_and_a_broken_one_is_a_reason(
         torch.testing.assert_close(torch.compile(torch.digamma, backend="omni", options=options)(x), torch.digamma(x))
         assert [e.lowering for e in events(Ran)] == ["override"]
         (option,) = events(Option)
-        assert option.key == f"entry point {GROUP}: omnicomp-test-broken"
+        assert option.key == f"entry point {GROUP}: omnicomp-test-no-driver"
         assert (option.reason.code, option.effective) == ("option_ineffective", "none")
         assert option.reason.sentence.endswith("OSError: no driver")
-        assert "omnicomp-test-broken can't be loaded" in caplog.text
+        assert "omnicomp-test-no-driver can't be loaded" in caplog.text
         with pytest.raises(OptionError, match="plugin of that name can't be loaded: OSError: no driver"):
-            policy_of(None, {"overrides": ["omnicomp-test-broken"]})
+            policy_of(None, {"overrides": ["omnicomp-test-no-driver"]})
     finally:
         monkeypatch.undo()
         broken.cache_clear()

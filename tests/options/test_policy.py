@@ -38,7 +38,7 @@ def test_inductor_keys_are_passed_through() -> None:
         ({"dtype_policy": torch.bfloat16}, ["torch.bfloat16", 'did you mean "bf16"']),
         ({"lowerings": ["inductr"]}, ["'inductr'", 'did you mean "inductor"']),
         ({"lowerings": "eager"}, ["takes a list of names"]),
-        ({"lowerings": ["eager", "eager"]}, ["twice"]),
+        ({"lowerings": ["eager", "eager"]}, ["different names"]),
         ({"device": "cudda"}, ["unknown device", "cuda"]),
         ({"on_error": "explode"}, ["on_error", "retreat, raise"]),
         ({"max_builds": -1}, ["max_builds", "-1"]),

@@ -18,11 +18,9 @@ ORDER = (
     ("options",),
     ("weights", "devices"),
     ("timeline", "analysis"),
-    ("store",),
     ("_torch",),
     ("errors",),
-    ("privacy",),
-    ("escapes", "forks"),
+    ("safety",),
 )
 LEVEL = {room: level for level, rooms in enumerate(reversed(ORDER)) for room in rooms}
 

@@ -83,6 +83,22 @@ def test_what_can_not_be_checked_is_refused_with_a_reason(
     assert sentence in found.sentence
 
 
+def test_functions_that_only_have_the_name_of_a_cheap_one_are_not_repeated() -> None:
+    @torch.library.custom_op("omnicomp_test::gather", mutates_args=())
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    gather.register_fake(torch.empty_like)
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    for function in (gather, torch.compiler.allow_in_graph(pad)):
+        found = slice_of(lambda mask, function=function: function(mask) > 0, torch.ones(2, 3))
+        assert isinstance(found, Reason)
+        assert "does not repeat" in found.sentence
+
+
 def test_what_gradients_flow_to_is_not_assumed() -> None:
     found = slice_of(lambda mask: mask * 2, torch.zeros(2, 3, requires_grad=True), equals=0.0)
     assert isinstance(found, Reason)

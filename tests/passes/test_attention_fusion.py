@@ -1,13 +1,17 @@
 """The attention pass against eager: spellings, heads, masks, and what is left alone; never compiled."""
 
+import operator
+
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from fusion import FLASH, Backend, compiled, fuse, inputs, plain
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from omnicomp.options.policy import Policy
+from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.timeline import NearMiss, PassRun, Rewrite
 
 
@@ -264,9 +268,52 @@ def returned_scores(q, k, v, m):
     return scores.softmax(-1) @ v, scores.detach()
 
 
-def divided_later(q, k, v, m):
+def divided_by_more(q, k, v, m):
     e = torch.exp(q @ k.mT + m)
+    return (e @ v) / (e.sum(-1, keepdim=True) + 1e-3)
+
+
+def masked_exponentials(q, k, v, m):
+    e = torch.exp(q @ k.mT) * (m > 0)
     return (e @ v) / e.sum(-1, keepdim=True)
+
+
+def masked_by_a_product(q, k, v, m):
+    seen = (m > 0).float()
+    return (q @ k.mT * seen - 1e4 * (1 - seen)).softmax(-1) @ v
+
+
+def renormalised_weights(q, k, v, m):
+    seen = (m > 0).float()
+    weights = (q @ k.mT * seen).softmax(-1) * seen
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-13)) @ v
+
+
+def combined(q, k, v, m):
+    return (0.6 * (q @ k.mT).softmax(-1) + 0.4 * m.softmax(-1)) @ v
+
+
+def relative_values(q, k, v, m):
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v + torch.einsum("bhij,ijd->bhid", weights, k[0, 0].expand(6, 8, 16))
+
+
+def in_chunks_that_overlap(q, k, v, m):
+    scores = torch.einsum("bhcxd,bhcyd->bhcxy", q.unflatten(2, (3, 2)), k.unfold(2, 4, 2).mT)
+    weights = F.pad(scores, (0, 1)).flatten(3)[..., :-2].unflatten(3, (2, 4)).softmax(-1)
+    return torch.einsum("bhcxy,bhcyd->bhcxd", weights, v.unfold(2, 4, 2).mT)
+
+
+def with_log_sums(q, k, v, m):
+    scores = q @ k.mT + m
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+CONVOLUTION = torch.randn(4, 4, 1, 1)
+
+
+def mixed_by_a_convolution(q, k, v, m):
+    return F.conv2d(q @ k.mT + m, CONVOLUTION).softmax(-1) @ v
 
 
 MIXER = torch.nn.Linear(4, 4).requires_grad_(False)
@@ -285,14 +332,89 @@ def mixed_by_a_product(q, k, v, m):
     return torch.einsum("bhij,hg->bgij", (q @ k.mT + m).softmax(-1), matrix) @ v
 
 
+def gated(q, k, v, m):
+    gate = m[0, 0, 0, 0].sigmoid()
+    weights = (1 - gate) * (q @ k.mT).softmax(-1) + gate * m.softmax(-1)
+    weights /= weights.sum(-1).unsqueeze(-1)
+    return weights @ v
+
+
+def pairs_of_scores(q, k, v, m):
+    return ((q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) + m).softmax(-1) @ v
+
+
+def pairs_of_values(q, k, v, m):
+    return ((q @ k.mT + m).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+
+
+def mixed_before_by_a_product(q, k, v, m):
+    return torch.einsum("bhij,hg->bgij", q @ k.mT + m, m[0, 0, :4, :4]).softmax(-1) @ v
+
+
+def mixed_before_by_rows(q, k, v, m):
+    mixed = F.linear((q @ k.mT + m).permute(0, 2, 3, 1), m[0, 0, :4, :4])
+    return mixed.permute(0, 3, 1, 2).softmax(-1) @ v
+
+
+def with_its_own_sum(q, k, v, m):
+    scores = q @ k.mT + m
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores - total).exp() @ v, total
+
+
+def twice_the_sum(q, k, v, m):
+    out = (q @ k.mT + m).exp() @ torch.cat([v, v.new_full((2, 4, 8, 1), 2.0)], -1)
+    return out[..., :-1] / out[..., -1:]
+
+
+def more_than_the_sum(q, k, v, m):
+    out = (q @ k.mT + m).exp() @ torch.cat([v, v.new_ones(2, 4, 8, 1)], -1)
+    return out[..., :-1] / (out[..., -1:] + 1e-6)
+
+
+def interpolated(q, k, v, m):
+    return torch.lerp((q @ k.mT).softmax(-1), m.softmax(-1), torch.tensor(0.3)) @ v
+
+
+def joined_weights(q, k, v, m):
+    return torch.cat([(q[:, :2] @ k[:, :2].mT).softmax(-1), m.softmax(-1).expand(-1, 2, -1, -1)], 1) @ v
+
+
+def joined_scores(q, k, v, m):
+    return torch.cat([part @ k.mT for part in q.chunk(2, 2)], 2).softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     ("function", "sentence", "lever"),
     [
         (returned_scores, "scores_1 is returned", "do not return"),
-        (divided_later, "normalized after their product", "torch.softmax(scores, -1) @ v"),
+        (divided_by_more, "not divided by their sums as they are", "add nothing to the sums"),
+        (masked_exponentials, "not divided by their sums as they are", "mask the scores"),
+        (
+            masked_by_a_product,
+            "multiplied by a tensor that differs between queries or keys",
+            "scores.masked_fill(~mask",
+        ),
+        (renormalised_weights, "divided by their sums once more", "before the softmax"),
+        (gated, "divided by their sums once more", "mix the outputs"),
+        (interpolated, "are combined with others", "combine the outputs"),
+        (joined_weights, "weights of several softmaxes are joined", "its own values"),
+        (joined_scores, "scores of several products are joined", "join the queries"),
+        (pairs_of_scores, "all pairs are multiplied and summed", "q @ k.transpose"),
+        (pairs_of_values, "all pairs are multiplied and summed", "weights @ v"),
+        (combined, "added to others", "multiply each with the values first"),
+        (relative_values, "also used by einsum", "second product with the weights"),
+        (in_chunks_that_overlap, "no product of queries and keys", "the window as a mask"),
+        (with_log_sums, "also used by logsumexp", "return_lse=True"),
+        (mixed_by_a_convolution, "mixed between heads", "outputs of the heads"),
         (mixed_before, "mixed between heads", "outputs of the heads"),
         (mixed_after, "mixed between heads", "outputs of the heads"),
-        (mixed_by_a_product, "mixed by another product", "outputs of the heads"),
+        (mixed_by_a_product, "mixed between heads by another product", "outputs of the heads"),
+        (mixed_before_by_a_product, "the scores are mixed between heads by another product", "outputs of the heads"),
+        (mixed_before_by_rows, "the scores are mixed between heads by another product", "outputs of the heads"),
+        (with_its_own_sum, "is returned", "do without the log-sum-exp"),
+        (twice_the_sum, "not known to be the sum of its weights", "torch.softmax(scores, -1) @ v"),
+        (more_than_the_sum, "not divided by their sums as they are", "add nothing to the sums"),
     ],
 )
 def test_attention_of_another_form_is_named_with_what_helps(function, sentence, lever):
@@ -329,6 +451,12 @@ def test_what_is_not_understood_is_left_alone_and_reported(function, node, sente
 
 def test_a_mask_that_is_gone_when_the_output_is_made_is_left_alone():
     assert code(fuse(written_elsewhere, *inputs())) == "not_profitable"
+
+
+def test_a_softmax_of_one_number_is_none():
+    backend = Backend()
+    compiled(lambda x: torch.softmax((x @ x.mT).sum(), 0), backend)(torch.randn(3, 4))
+    assert not backend.of(NearMiss)
 
 
 def test_weights_that_are_returned_are_not_fused_and_the_lever_says_how_not_to():
@@ -412,3 +540,28 @@ def test_sites_are_independent():
     backend = fuse(function, *inputs())
     assert len(backend.of(Rewrite)) == 2
     assert len(backend.reasons()) == 1
+
+
+def test_as_a_function_of_an_aten_graph() -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(64, 64, dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q = q.detach().requires_grad_()
+        out = attention(q, k, v)
+        return out, *torch.autograd.grad(out.sum(), [q])
+
+    inputs = [torch.randn(2, 4, 64, 16) for _ in range(3)]
+    graph_pass = AttentionFusion().as_function()
+    assert graph_pass.__name__ == "attention_fusion"
+    fused = graph_pass(make_fx(attention, tracing_mode="fake")(*inputs), inputs)
+    calls = [node for node in fused.graph.nodes if node.op == "call_function"]
+    assert all(isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem for node in calls)
+    assert any("scaled_dot_product" in str(node.target) for node in calls)
+    assert all("val" in node.meta for node in calls)
+    torch.testing.assert_close(fused(*inputs), attention(*inputs))
+    # Trainers that trace the backward with the forward keep the probabilities for it: that stays as it is.
+    joint = make_fx(step, tracing_mode="fake")(*inputs)
+    assert graph_pass(joint, inputs) is joint

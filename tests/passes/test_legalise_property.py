@@ -13,7 +13,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, event, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 from lacking import Lacking, legalised
 from torch import Tensor
@@ -204,6 +204,7 @@ def assert_within(actual: Tensor, tracked: Tracked, what: str) -> None:
 
 
 @given(devices(), steps, st.lists(st.sampled_from(FLOATS), min_size=1, max_size=3), st.integers(0, 99), st.booleans())
+@example(Lacking(uncomputed=FLOATS[1:2]), (Step("index", 0, 0, *FLOATS[:1], EIGHTS[0]),), list(FLOATS[1:2]), 0, True)
 def test_random_programs_run_and_stay_within_the_bound(device, program, dtypes, seed, training):
     dtypes = [d for d in dtypes if d not in device.unstored]
     assume(dtypes)

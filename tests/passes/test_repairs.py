@@ -98,6 +98,11 @@ def test_results_that_eager_makes_contiguous_are_made_so() -> None:
         lambda x: torch.complex(x, x).angle(),
         lambda x: x.take((x > 0).long()),
         lambda x: F.one_hot((x > 0).long(), 4),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: 2**x,
+        lambda x: torch.pow(2, x),
+        lambda x: x**2,
+        lambda x: F.rrelu(x * 1, inplace=True),
     ],
 )
 def test_strides_are_eagers(function: Callable[[Tensor], Tensor]) -> None:

@@ -42,6 +42,21 @@ def detached(compiled: Compile) -> Any:
     return [grad(result, x, y) for result in results[1:]]
 
 
+def written(compiled: Compile) -> Any:
+    def function(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x.mul_(y)
+        state.add_(z)
+        return x * 2, z * 3
+
+    found = []
+    for which in range(4):
+        x, y, z, state = leaf(), leaf(), leaf(), torch.zeros(4)
+        product = x * 1
+        results = [*compiled(function)(product, y, z, state), product, state]
+        found.append(grad(results[which], x, y, z))
+    return found
+
+
 def separate(compiled: Compile) -> Any:
     x, y = leaf(), leaf()
     first, second = compiled(lambda x, y: (x.sin(), x.cos() * y.exp()))(x, y)
@@ -145,6 +160,7 @@ def create_graph_alone(compiled: Compile) -> Any:
 PROGRAMS = (
     unused,
     detached,
+    written,
     separate,
     separate_of_one_trunk,
     the_same_twice,

@@ -1,7 +1,7 @@
 """Overrides are compared with their references when they are first used, and what ran is told by what was seen."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,13 @@ from omnicomp.builder import part
 from omnicomp.errors import LoweringError
 from omnicomp.lowerings import LOWERINGS, Executable
 from omnicomp.lowerings.overrides import trust
-from omnicomp.lowerings.overrides.registry import registered, unregister
+from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.timeline import Placement, Ran, Retreat, Verification
 
 ALONE = {"lowerings": ["override", "eager"]}
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
-    before = {item.name for item in registered()}
-    trust.forget()
-    yield
-    trust.forget()
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
+pytestmark = pytest.mark.usefixtures("own_overrides")
 
 
 def cumsum(off: float = 0.0, name: str = "own_cumsum") -> list[Tensor]:
@@ -83,7 +74,7 @@ def test_what_an_earlier_process_verified_is_known(tmp_path: Path) -> None:
     trust.forget()
     compiled()(x)
     assert states() == ["forward right", "forward known"]
-    (path,) = tmp_path.glob("overrides/trusted/*.json")
+    (path,) = (tmp_path / "omnicomp").glob("overrides/trusted/*.json")
     path.write_text("{damaged")
     trust.forget()
     compiled()(x)

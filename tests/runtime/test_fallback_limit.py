@@ -32,7 +32,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("omnicomp.options.acknowledged._told", set())
-    monkeypatch.setattr("omnicomp.runtime.fallback_warning._said", set())
+    monkeypatch.setattr("omnicomp.runtime.fallback_limit._said", set())
 
 
 def program(x: Tensor) -> Tensor:

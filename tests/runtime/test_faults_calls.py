@@ -14,8 +14,6 @@ from tiers import fast
 from torch import Tensor
 
 import omnicomp
-from omnicomp.lowerings.overrides import trust
-from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.timeline import Retreat, current
 
 # The piece behind the operator is eager, or the one in front of it, or the operator itself.
@@ -30,18 +28,12 @@ PARTS = pytest.mark.parametrize("part", ["forward", "backward"])
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing raises afterwards, and no override is left."""
+def clean(monkeypatch: pytest.MonkeyPatch, own_overrides: None) -> Iterator[None]:
+    """Nothing raises afterwards."""
     fragile.a_compilers(monkeypatch)
-    before = {item.name for item in registered()}
-    trust.forget()
     with without_caches():
         yield
     schedule.set("", "")
-    trust.forget()
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
 
 
 def retreats() -> list[tuple[str, str, str]]:

@@ -1,6 +1,5 @@
 """An executable that raises in a call: what else runs, when nothing else may, and what is recorded of it."""
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import fragile
 import pytest
 import torch
+from concurrency import in_threads
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -152,11 +152,7 @@ def test_threads_that_fail_together_make_one_retreat() -> None:
     kernel, below = Kernel(failures=10**6), Kernel()
     call, timeline = guard(kernel, below)
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.extend(call([3])[0] for _ in range(50))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: found.extend(call([3])[0] for _ in range(50)))
     assert found == [6] * 400
     assert len(of(timeline, Retreat)) == 1
 

@@ -1,4 +1,4 @@
-"""Every executable gets every wrapper, wherever it is made callable: built or restored, whole or cut."""
+"""With the option `memory`, each call of a subgraph leaves a sample of the device's memory in the timeline."""
 
 import ast
 import uuid
@@ -8,11 +8,115 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import omnicomp
-from omnicomp.lowerings import Executable
+from omnicomp.devices import resolve_device
+from omnicomp.devices.cpu import CpuDevice
+from omnicomp.lowerings import Executable, GraphRecord, LoweringContext
+from omnicomp.options.policy import parse
 from omnicomp.runtime import wrappers
 from omnicomp.runtime.wrappers import Surroundings
+from omnicomp.timeline import Memory, Timeline, current
+
+
+def program(x: Tensor) -> Tensor:
+    return (x.sin() * 2).cos().sum()
+
+
+def samples(**options: Any) -> list[Memory]:
+    compiled = torch.compile(program, backend="omni", options=options)
+    for _ in range(2):
+        x = torch.ones(4, requires_grad=True)
+        compiled(x).backward()
+        torch.testing.assert_close(x.grad, torch.autograd.grad(program(y := x.detach().requires_grad_()), y)[0])
+    return [event for event in current() if isinstance(event, Memory)]
+
+
+@pytest.mark.parametrize(
+    "lowerings",
+    [["eager"], pytest.param({"*": ["inductor"], "aten.cos": "eager"}, marks=pytest.mark.inductor)],
+    ids=["eager", "cut"],
+)
+def test_every_call_of_every_subgraph_is_sampled(lowerings: Any) -> None:
+    events = samples(lowerings=lowerings, memory=True)
+    by_subgraph = {event.subgraph: [e.call for e in events if e.subgraph == event.subgraph] for event in events}
+    assert {name.split(".")[1] for name in by_subgraph} == {"forward", "backward"}
+    assert all(calls == [0, 1] for calls in by_subgraph.values())
+    assert all(0 < event.before_bytes <= event.peak_bytes for event in events)
+
+
+def test_what_the_device_does_not_tell_is_minus_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("allocated_bytes", "peak_bytes", "reserved_bytes", "total_bytes")
+    monkeypatch.setattr(CpuDevice, "memory_stats", lambda self: dict.fromkeys(keys))
+    event = samples(lowerings=["eager"], memory=True)[0]
+    assert (event.before_bytes, event.after_bytes, event.peak_bytes, event.device) == (-1, -1, -1, "cpu")
+
+
+def test_nothing_is_sampled_unasked() -> None:
+    assert samples(lowerings=["eager"]) == []
+
+
+def names(call: object) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        call()  # type: ignore[operator]
+    return sorted({event.name for event in found.events() if event.name.startswith("omni ")})
+
+
+def step(compiled: object, x: torch.Tensor) -> None:
+    compiled(x).sum().backward()  # type: ignore[operator]
+
+
+def test_each_subgraph_of_forward_and_backward_is_a_range() -> None:
+    options = {"ranges": True, "lowerings": {"aten.sin": ["eager"], "*": ["eager"]}}
+    compiled = torch.compile(lambda x: (x.sin() + 1).sum(), backend="omni", options=options)
+    x = torch.ones(3, requires_grad=True)
+    step(compiled, x)
+    (first, second) = names(lambda: step(compiled, x))
+    assert first.startswith("omni g")
+    assert first.endswith(".backward.0 (eager)")
+    assert second.endswith(".forward.0 (eager)")
+
+
+@pytest.mark.inductor
+def test_whole_parts_and_pieces_of_inductor_are_ranges_cold_and_warm() -> None:
+    options = {"ranges": True, "lowerings": {"aten.digamma": ["eager"]}}
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return (x.exp() + 1).digamma().sin() * 2
+
+    for _ in range(2):
+        torch.compiler.reset()
+        whole = torch.compile(lambda x: x.exp() + 3, backend="omni", options={"ranges": True})
+        pieces = torch.compile(cut, backend="omni", options=options)
+        for call in (whole, pieces):
+            call(torch.ones(5))
+        assert [name.split(".", 1)[1] for name in names(lambda: whole(torch.ones(5)))] == ["inference.0 (inductor)"]  # noqa: B023
+        assert [name.split(".", 1)[1] for name in names(lambda: pieces(torch.ones(5)))] == [  # noqa: B023
+            "inference.0 (inductor)",
+            "inference.1 (eager)",
+            "inference.2 (inductor)",
+        ]
+
+
+def test_without_the_option_the_callable_is_the_same() -> None:
+    context = LoweringContext(
+        graph=GraphRecord(id="g0"),
+        part="forward",
+        device=resolve_device("cpu"),
+        policy=parse(None, {}),
+        timeline=Timeline(),
+    )
+
+    def call(inputs: list[object]) -> list[object]:
+        return inputs
+
+    assert wrappers.named(call, context, "g0.forward.0") is call
+    compiled = torch.compile(lambda x: x + 1, backend="omni", options={"lowerings": ["eager"]})
+    compiled(torch.ones(2))
+    assert names(lambda: compiled(torch.ones(2))) == []
+
 
 WRAPPING = {"with_tf32", "sampled", "named", "within_budget", "FirstCallObserver"}
 

@@ -13,7 +13,7 @@ from omnicomp.lowerings import engines
 from omnicomp.lowerings.engines import Clustering, Engine, EngineExecutable, Subgraph
 from omnicomp.lowerings.engines.base import Session
 from omnicomp.lowerings.engines.store import store
-from omnicomp.options import engine_names
+from omnicomp.options import checks
 
 aten = torch.ops.aten
 OPERATORS = (
@@ -27,8 +27,8 @@ OPERATORS = (
 def installed(monkeypatch: pytest.MonkeyPatch, owner: type[Engine]) -> Engine:
     """Make an engine known under its name, and return the object that the ladder asks."""
     where = f"{owner.__module__}:{owner.__qualname__}"
-    monkeypatch.setitem(engine_names.BUILT_IN, owner.name, where)
-    for each in (engine_names.engine_names, engines.resolve_engine):
+    monkeypatch.setitem(checks.BUILT_IN, owner.name, where)
+    for each in (checks.engine_names, engines.resolve_engine):
         each.cache_clear()
     store.clear()
     return engines.resolve_engine(owner.name)

@@ -115,10 +115,10 @@ def _parts_in(parts: list[str]) -> Iterator[None]:
 
     original = autograd.build_part
 
-    def build_part(module: Any, inputs: Any, context: Any) -> Any:
+    def build_part(module: Any, inputs: Any, context: Any, *rest: Any) -> Any:
         parts.append(context.part)
         try:
-            return original(module, inputs, context)
+            return original(module, inputs, context, *rest)
         finally:
             parts.pop()
 

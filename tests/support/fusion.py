@@ -31,6 +31,7 @@ class Backend:
             timeline=self.timeline,
             training=self.training,
             speculate=self.speculate,
+            inputs=inputs,
         )
         self.contexts.append(context)
         policy = self.policy

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from omnicomp.timeline import Retreat, current
+
 __all__ = ["BACKENDS", "Failure", "blame", "check", "verify"]
 
 BACKENDS = ("eager", "aot_eager", "inductor")  # each has more of the stack than the one before
@@ -93,8 +95,16 @@ def _check_once(source: str, backend: str, options: Mapping[str, Any] | None, se
         warnings.simplefilter("ignore")
         expected = run(names, seed=seed)
         torch.compiler.reset()
+        known = len(list(current()))
         actual = run(names, seed=seed, compile=_compiler(names, backend, options))
-        return _Comparison(source, seed, expected).difference(actual)
+        return _Comparison(source, seed, expected).difference(actual) or _pass_that_raised(known)
+
+
+def _pass_that_raised(known: int) -> Failure | None:
+    """A pass that gave up, which costs no values."""
+    events = [event for event in list(current())[known:] if isinstance(event, Retreat)]
+    said = next((str(event.reason) for event in events if event.source_lowering == "passes"), None)
+    return None if said is None else Failure("pass", said)
 
 
 def _compiler(names: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None) -> Callable[[Any], Any]:
@@ -239,8 +249,7 @@ class _Comparison:
 
     def _value(self, got: Any, wanted: Any, number: int, field: str, index: int) -> str:
         if field == "gradients" and (got is None or wanted is None):
-            there = got if wanted is None else wanted
-            return "" if there is None or not there.any() else f"{got} instead of {wanted}"
+            return "" if got is wanted else f"{got} instead of {wanted}"
         if not isinstance(got, Tensor) or not isinstance(wanted, Tensor):
             if isinstance(wanted, float) and isinstance(got, float):
                 got, wanted = torch.tensor(got), torch.tensor(wanted)
@@ -249,6 +258,8 @@ class _Comparison:
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
             return f"{got.dtype} {tuple(got.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
         got, wanted = got.resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg()
+        if got.dtype is torch.complex32:  # which `equal` does not take
+            got, wanted = got.to(torch.complex64), wanted.to(torch.complex64)
         if torch.equal(got, wanted) or not got.numel():
             return ""
         others = [_at(calls, number, field, index) for calls in self._measured()]

@@ -42,6 +42,7 @@ def python(
     timeout: float = 600,
     fresh: bool = False,
     check: bool = False,
+    interpreter: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as `subprocess.run([sys.executable, *words], capture_output=True, text=True)` does.
 
@@ -53,13 +54,14 @@ def python(
         timeout: seconds until it is killed and `subprocess.TimeoutExpired` is raised.
         fresh: start an interpreter of its own.
         check: raise `AssertionError` with what it wrote to stderr, if it fails.
+        interpreter: another environment's Python.
     """
     command = [str(word) for word in words]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     variables["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    if fresh or not _can_fork() or _startup(variables) != _startup(os.environ):
+    if fresh or interpreter or not _can_fork() or _startup(variables) != _startup(os.environ):
         done = subprocess.run(
-            [sys.executable, *command],
+            [interpreter or sys.executable, *command],
             env=variables,
             cwd=folder,
             timeout=timeout,

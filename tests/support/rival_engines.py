@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from omnicomp.lowerings.engines import Clustering, Engine, EngineExecutable, Subgraph, resolve_engine
-from omnicomp.options import engine_names
+from omnicomp.options import checks
 
 aten = torch.ops.aten
 TAKEN = (
@@ -122,13 +122,13 @@ def declared() -> Iterator[None]:
     """Inside, the engines of this module are known by their names."""
     for cls in RIVALS.values():
         cls.built = cls.calls = 0
-        engine_names.BUILT_IN[cls.name] = f"{cls.__module__}:{cls.__qualname__}"
-    engine_names.engine_names.cache_clear()
+        checks.BUILT_IN[cls.name] = f"{cls.__module__}:{cls.__qualname__}"
+    checks.engine_names.cache_clear()
     resolve_engine.cache_clear()
     try:
         yield
     finally:
         for name in RIVALS:
-            del engine_names.BUILT_IN[name]
-        engine_names.engine_names.cache_clear()
+            del checks.BUILT_IN[name]
+        checks.engine_names.cache_clear()
         resolve_engine.cache_clear()

@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnicomp.audit import load
+from omnicomp.audit.views.jsonform import from_dict, to_dict
+from omnicomp.audit.views.tree import to_tree
 from omnicomp.errors import OmnicompError, TimelineError
 from omnicomp.timeline import Capture, Event, Placement, Ran, Subgraph, files
 from omnicomp.timeline.files import TimelineReader
@@ -122,3 +125,62 @@ def test_events_of_a_newer_version_are_a_timeline(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"schema": 1, "type": "party", "graph": "g0"}\n{"sch')
     assert read(path) == ([], 1)
+
+
+FOREIGN = [b"epoch 1, loss 0.3", b'{"level": "info"}', b"[1]", b"3", b'"x"', b"null", b'{"schema": "1", "type": "ran"}']
+NEWER = json.dumps({**Capture(graph="g9").to_dict(), "schema": 2}).encode()
+BROKEN = [b'{"schema": 1, "type": "ran", "graph": "g0"}', b'{"schema": 1, "type": "capture", "graph": 7}']
+BROKEN += [json.dumps({**Capture(graph="g9").to_dict(), "nodes": 10**400}).encode()]
+UNKNOWN = [b'{"schema": 1, "type": "party", "graph": "g0"}', b'{"schema": 1, "type": "rave\\u001b", "graph": "g0"}']
+
+
+@pytest.mark.parametrize("length", [1, 5, 30])
+def test_a_file_of_a_first_event_that_is_cut_short_is_of_a_process_that_was_killed(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(GOOD[0][:length])
+    audit = load(path)
+    assert [each.what for each in audit.unfinished] == ["process"]
+    assert audit.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "kinds", "sentence"),
+    [
+        (FOREIGN, {"foreign": 7}, "7 foreign lines (the first: t.jsonl, line 2, it is not JSON)"),
+        ([NEWER], {"newer": 1}, "1 line of a newer version (t.jsonl, line 2, its schema is 2 and this version reads"),
+        (BROKEN, {"broken": 3}, "3 broken lines (the first: t.jsonl, line 2, it has no 'part', 'subgraph', 'low"),
+        (UNKNOWN * 2, {"unknown": 2}, "2 events of an unknown type (the first: t.jsonl, line 2, party)"),
+        ([GOOD[1][:30], b"\0" * 50], {"torn": 2}, "2 torn lines (the first: t.jsonl, line 2)"),
+        ([line + b"\r" for line in GOOD[1:3]], {}, ""),
+    ],
+)
+def test_what_can_be_read_is_read_and_the_rest_is_counted_and_named(
+    tmp_path: Path, lines: list[bytes], kinds: dict[str, int], sentence: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\n".join([GOOD[0], *lines, *GOOD[1:]]) + b"\n")
+    audit = load(path)
+    assert [row.ran for row in audit.subgraphs] == ["eager"]
+    assert {each.kind: each.count for each in audit.unread} == kinds
+    assert sentence in audit.gaps
+    count = sum(each.count for each in audit.unread)
+    for view in (audit.summary(), to_tree(audit), audit.to_text(), audit.to_html(), audit.to_json()):
+        assert view.isprintable() or "\x1b" not in view
+        told = " ".join(view.split())
+        assert f"{count} line" in told if count else "left out" not in audit.summary()
+    assert {each.kind: each.count for each in from_dict(to_dict(audit)).unread} == kinds
+
+
+def test_many_lines_of_a_log_before_the_first_event_are_passed_by(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"".join(b"log line %d\n" % number for number in range(500)) + b"\n".join(GOOD))
+    reader = TimelineReader(path)
+    assert len(list(reader)) == len(GOOD)
+    assert [(each.kind, each.count) for each in reader.unread] == [("foreign", 500)]
+
+
+def test_a_file_that_is_all_of_a_newer_version_says_upgrade(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(NEWER + b"\n" + NEWER)
+    with pytest.raises(TimelineError, match="upgrade omnicomp"):
+        load(path)

@@ -1,4 +1,8 @@
-from omnicomp.timeline import Attempt, Reason
+import dataclasses
+
+from omnicomp.audit.report import fold
+from omnicomp.audit.views.jsonform import to_dict
+from omnicomp.timeline import Attempt, Capture, Reason, Subgraph
 from omnicomp.timeline.levels import backend_timeline
 
 FAILED = Reason(code="build_failed", sentence="it does not build")
@@ -15,6 +19,7 @@ def test_levels_are_in_order_and_say_why() -> None:
     assert backend_timeline(events) == [
         {
             "module": "g0.forward.0",
+            "subgraph": "g0.forward.0",
             "attempts": [
                 {"level": "compile", "ok": False, "selected": False, "reason": "it does not build"},
                 {"level": "kernel_override", "ok": False, "selected": False, "reason": "skipped: eager selected"},
@@ -51,3 +56,22 @@ def test_a_compiler_that_failed_before_one_that_built() -> None:
     (entry,) = backend_timeline([attempt("device", False, reason=FAILED), attempt("inductor", True, selected=True)])
     assert [item["selected"] for item in entry["attempts"]] == [True, False, False]
     assert entry["attempts"][0] == {"level": "compile", "ok": True, "selected": True, "reason": None}
+
+
+def test_the_module_is_its_tag() -> None:
+    events = [Capture(graph="g0", options={"tag": "unet"}), attempt("eager", True, selected=True)]
+    (entry,) = backend_timeline(events)
+    assert (entry["module"], entry["subgraph"]) == ("unet", "g0.forward.0")
+    (told,) = fold(events).backend_timeline
+    assert {**dataclasses.asdict(told), "attempts": [dataclasses.asdict(each) for each in told.attempts]} == entry
+
+
+def test_the_report_has_the_last_word_too() -> None:
+    events = [
+        Capture(graph="g0"),
+        Subgraph(graph="g0", part="forward", subgraph="g0.forward.0", lowering="inductor", nodes=1),
+        attempt("inductor", True, selected=True),
+        attempt("inductor", False, reason=FAILED),
+        attempt("eager", True, selected=True),
+    ]
+    assert to_dict(fold(events))["backend_timeline"] == backend_timeline(events)

@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from omnicomp import weights
 from omnicomp._torch import parameters
 from omnicomp.timeline import Cache, Retreat, current
-from omnicomp.weights.forms import Form
+from omnicomp.weights.cast_copies import Form
 
 
 @pytest.fixture(autouse=True)

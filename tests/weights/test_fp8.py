@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from omnicomp import weights
 from omnicomp.devices.cpu import CpuDevice
 from omnicomp.timeline import Retreat, Rewrite, Weights, current
-from omnicomp.weights.forms import FLOAT8
+from omnicomp.weights.cast_copies import FLOAT8
 
 SIZE = 16
 POLICY = {"preset": "fp8", "fp8": SCALES}

@@ -8,18 +8,11 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.autograd.partitioner import partition
 
-__all__ = ["compile_graph"]
-
 
 def compile_graph(gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any]) -> Any:
     """Trace forward and backward and build each with `inner_compile(part, inputs, is_backward=…, is_inference=…)`.
 
     Random numbers are eager's, since nothing replaces them by Inductor's seeded ones.
-
-    Args:
-        gm: the Dynamo graph.
-        inputs: what Dynamo passed.
-        inner_compile: returns a boxed callable.
     """
 
     def part(*, is_backward: bool = False, is_inference: bool = False) -> Callable[[GraphModule, Sequence[Any]], Any]:

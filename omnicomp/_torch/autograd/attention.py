@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -12,17 +12,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "concrete",
-    "cudnn_first",
-    "fused_kernel",
-    "hint_of",
-    "is_static",
-    "known_equal",
-    "known_shape",
-    "quiet",
-    "without_guards",
-]
+SDPA: Final[Any] = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+"""`scaled_dot_product_attention` itself: context parallel puts another function in its place in torch.nn.functional."""
+
+_BACKENDS: Final = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+KERNELS: Final = tuple(_BACKENDS)
+"""The fused kernels of CUDA, as they stand in the names of their operators."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -56,16 +55,37 @@ def fused_kernel(call: Callable[[], torch.Tensor]) -> str:
 
 
 @contextlib.contextmanager
-def cudnn_first() -> Generator[None]:
-    """Prefer cuDNN's kernel in `scaled_dot_product_attention`, and the others in torch's usual order after it."""
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    with sdpa_kernel(order, set_priority=True):
+def kernel_first(name: str, *, alone: bool = False) -> Generator[None]:
+    """Prefer a kernel in `scaled_dot_product_attention`, and the others in torch's usual order after it.
+
+    A kernel that the user has switched off stays so.
+
+    Args:
+        name: one of `KERNELS`.
+        alone: torch shall raise where this one does not take the attention.
+
+    Raises:
+        RuntimeError: it is wanted alone, and switched off.
+    """
+    if alone and not enabled_kernel(name):
+        raise RuntimeError(f"the kernel {name} is switched off in torch.backends.cuda")
+    first = [_BACKENDS[name]] if enabled_kernel(name) else []
+    order = [*first, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    names = [kernel for backend in order for kernel, known in _BACKENDS.items() if known is backend]
+    rest = [_BACKENDS[kernel] for kernel in dict.fromkeys(names) if enabled_kernel(kernel)]
+    with sdpa_kernel(first if alone else [*rest, SDPBackend.MATH], set_priority=True):
         yield
+
+
+def enabled_kernel(name: str) -> bool:
+    """Whether the user lets torch take a kernel, one of `KERNELS`."""
+    backends = torch.backends.cuda
+    enabled = {
+        "cudnn": backends.cudnn_sdp_enabled,
+        "flash": backends.flash_sdp_enabled,
+        "efficient": backends.mem_efficient_sdp_enabled,
+    }
+    return enabled[name]()
 
 
 def concrete(value: Any) -> Any:

@@ -11,9 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omnicomp.forks import new_lock
-
-__all__ = ["Listener", "tapped", "untapped", "widened"]
+from omnicomp.safety.forks import new_lock
 
 Listener = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 """Gets an operator, its arguments, and what it calls; returns what the caller gets."""

@@ -19,19 +19,18 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "AutogradGraph",
-    "Results",
-    "donates",
-    "fill_in_compiled_autograd",
-    "grad_mode_of",
-    "in_compiled_autograd",
-    "keeps_graph",
-    "on_function",
-]
-
 _OWN = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
 _OF_BASE = (OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output)
+
+
+def in_backward() -> bool:
+    """Whether this thread is computing gradients."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saves_are_hooked() -> bool:
+    """Whether the program has hooks for saved tensors, as activation checkpointing does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +42,14 @@ class Results:
             and whether it belongs to the base of that result, which is a view.
         inputs: how many inputs the function takes.
         written: the inputs that the graph writes to.
-        followed: whether a write to an input is seen by autograd, so that gradients of inputs are read as well.
+        followed: the writes to inputs that autograd sees: for each the position of the gradient of what was written,
+            and the input.
     """
 
     sources: tuple[tuple[int, int, bool], ...]
     inputs: int
     written: tuple[int, ...]
-    followed: bool
+    followed: tuple[tuple[int, int], ...]
 
 
 @contextlib.contextmanager
@@ -96,7 +96,11 @@ def _results(metadata: Any) -> Results:
         written=tuple(
             index for index, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata
         ),
-        followed=first > 0,
+        followed=tuple(
+            (position, index)
+            for position, index in enumerate(metadata.mutated_inp_runtime_indices)
+            if metadata.input_info[index].mutates_data and metadata.input_info[index].requires_grad
+        ),
     )
 
 
@@ -158,13 +162,20 @@ def grad_mode_of(devices: Iterable[str]) -> Callable[[], contextlib.AbstractCont
 class AutogradGraph:
     """The autograd graph of a Dynamo graph, recorded on fake tensors: who needs whom, and which nodes save values."""
 
-    def __init__(self, module: GraphModule, inputs: Sequence[Any], sources: Iterable[tuple[int, int, bool]]) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        sources: Iterable[tuple[int, int, bool]],
+        written: Sequence[int] = (),
+    ) -> None:
         """Record it.
 
         Args:
             module: the graph; it is run on fake tensors.
             inputs: tensors and numbers, one a placeholder; only their metadata is read.
             sources: of `Results`.
+            written: inputs whose values behind the graph come before the results.
 
         Raises:
             Exception: an operator can't be run on fake tensors.
@@ -173,8 +184,10 @@ class AutogradGraph:
             fakes = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             self._leaves = {id(fake): index for index, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
             self._fakes = fakes  # their ids are in use
-            results: Sequence[Any] = module(*fakes)
-        ends = [results[index]._base if of_base else results[index] for _, index, of_base in sources]
+            given = [fake.clone() if index in written else fake for index, fake in enumerate(fakes)]
+            results: Sequence[Any] = module(*given)
+        ends = [given[index] for index in written]
+        ends += [results[index]._base if of_base else results[index] for _, index, of_base in sources]
         self._nodes = [end.grad_fn for end in ends]
         self._found: dict[tuple[bool, ...], tuple[frozenset[int], frozenset[Any]]] = {}
 

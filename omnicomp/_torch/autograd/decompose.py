@@ -6,11 +6,13 @@ used from the start.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._refs  # pyright: ignore[reportUnusedImport] - it fills the table
+from torch._decomp import decomposition_table, get_decompositions
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -19,8 +21,6 @@ from torch.fx import GraphModule, Interpreter, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from omnicomp._torch.repairs.decompositions import decompositions_mended
-
-__all__ = ["decomposed", "with_decompositions"]
 
 _CARRIED = ("user_visible_output_idxs",)
 
@@ -104,3 +104,20 @@ class _Traced(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self._run(*args)
+
+
+def decompositions_of(names: Iterable[str]) -> dict[Any, Callable[..., Any]]:
+    """The decomposition of each functional overload of some ATen operators."""
+    aten = torch.ops.aten
+    packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
+    found: dict[Any, Callable[..., Any]] = get_decompositions(packets)
+    return {target: made for target, made in found.items() if not target._schema.is_mutable}
+
+
+def decompositions_but(kept: Container[Any]) -> dict[Any, Callable[..., Any]]:
+    """Torch's decompositions of functional overloads, which end in primitives, but for those of some operators."""
+    return {
+        target: made
+        for target, made in decomposition_table.items()
+        if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and target not in kept
+    }

@@ -20,27 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv, Mod, PowByNatural, PythonMod
 from torch.utils._triton import has_triton
 
-__all__ = [
-    "BLOCK_SIZE",
-    "FLEX",
-    "FLEX_BACKWARD",
-    "ONE_BLOCK",
-    "backward_without_kernel",
-    "block_mask_tuple",
-    "fake_constant",
-    "fake_outputs",
-    "fast_tanh",
-    "fitting_tile",
-    "is_symbol",
-    "kernel_options",
-    "missing_code_generator",
-    "number_as_node",
-    "on_real_tensors",
-    "reads_by_index",
-    "tanh_of_scores",
-    "tile_options",
-]
-
 FLEX: Final[Any] = torch.ops.higher_order.flex_attention
 FLEX_BACKWARD: Final[Any] = torch.ops.higher_order.flex_attention_backward
 BLOCK_SIZE: Final[int] = frontend._DEFAULT_SPARSE_BLOCK_SIZE
@@ -148,13 +127,7 @@ def fitting_tile(room: int, row: int, value_row: int) -> dict[str, int]:
 
 
 def fake_outputs(mode: FakeTensorMode, arguments: tuple[Any, ...], *, requires_grad: bool) -> tuple[torch.Tensor, ...]:
-    """What the operator returns for fake arguments: output, log-sum-exp to the base 2, and row maxima.
-
-    Args:
-        mode: the fake mode of the arguments.
-        arguments: as the operator takes them.
-        requires_grad: whether output and log-sum-exp shall be differentiable.
-    """
+    """What the operator returns for fake arguments: output, log-sum-exp to the base 2, and row maxima."""
     with mode, torch.no_grad():
         out, lse, top = FLEX(*arguments)
     if requires_grad:

@@ -12,8 +12,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["is_view", "positions_written", "root", "separate_outputs", "write_targets"]
-
 
 def separate_outputs(graph: Graph) -> int:
     """Copy the outputs of a graph that Inductor would compute in place, in an input that the graph writes to.
@@ -24,9 +22,6 @@ def separate_outputs(graph: Graph) -> int:
     The operators that this can happen to are those that take a written input, or the result of another such operator,
     and return something of the same shape and dtype. Pointwise ones are never computed in place for the sake of an
     input.
-
-    Args:
-        graph: a forward, backward or inference graph.
 
     Returns:
         How many outputs are copied now.

@@ -1,5 +1,8 @@
 """What overrides need of torch's internals: custom operators as torch keeps them, and where Dynamo found an input."""
 
+import importlib.util
+import inspect
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,17 +15,24 @@ from torch.fx import Node
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
+    "body_of",
     "breaks_inside_modules",
     "functions_of",
     "has_backward",
+    "is_python",
     "mutated_arguments",
     "operator_of",
     "python_function",
     "source_name",
+    "tell_inspect",
 ]
 
 # Under these keys a derivative is registered; a composite operator is differentiated through its body.
 _AUTOGRAD_KEYS: Final = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
+
+_ANY_DEVICE: Final = tuple(
+    f"Composite{kind}" for kind in ("ExplicitAutograd", "ExplicitAutogradNonFunctional", "ImplicitAutograd")
+)
 
 
 def operator_of(value: Any) -> OpOverload | None:
@@ -56,6 +66,25 @@ def has_backward(operator: OpOverload) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(full, key) for key in _AUTOGRAD_KEYS)
 
 
+def is_python(operator: OpOverload, device_type: str) -> bool:
+    """Whether the kernel that an operator has for a device is a Python function."""
+    name = operator._schema.name
+    full = f"{name}.{operator._overloadname}" if operator._overloadname != "default" else name
+    local = full.replace("::", "/")
+    for key in (torch._C._dispatch_key_for_device(device_type), *_ANY_DEVICE):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
+            return f"{local}/{key}" in torch.library._impls
+    return True  # there is none
+
+
+def body_of(operator: OpOverload, device_type: str) -> Callable[..., Any] | None:
+    """The Python function that an operator runs on a device; None if it is not known."""
+    definition: Any = custom_ops.OPDEFS.get(operator._schema.name)
+    if definition is None:
+        return None
+    return definition._backend_fns.get(device_type) or definition._init_fn
+
+
 def mutated_arguments(operator: OpOverload) -> tuple[str, ...]:
     """Names of the arguments that an operator's schema says it writes to."""
     return tuple(a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -73,3 +102,16 @@ def source_name(node: Node) -> str:
 def breaks_inside_modules() -> bool:
     """Whether Dynamo may break a graph in the middle of a module, so that a graph can hold a piece of one."""
     return bool(getattr(_dynamo.config, "nested_graph_breaks", False))
+
+
+def tell_inspect(*modules: str) -> None:
+    """Tell `inspect` the files of modules that are about to define operators.
+
+    For each definition torch asks it which module a line of code is of, and for a file that it does not know it reads
+    the paths of all modules of the process.
+    """
+    known: dict[str, str] = getattr(inspect, "modulesbyfile", {})
+    for name in (*modules, "torch._library.custom_ops"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin:
+            known.setdefault(os.path.normcase(os.path.abspath(spec.origin)), name)

@@ -18,8 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from omnicomp._torch.autograd.mutations import is_view, positions_written, root, write_targets
 from omnicomp.errors import CompilerFaultError
 
-__all__ = ["KeepWritten", "config_patches", "partition", "written_in_backward", "written_inputs"]
-
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
 _KEPT: Final = "omnicomp_kept"
@@ -53,11 +51,7 @@ class KeepWritten(CustomPartitionerFn):
 
 
 def config_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's config patches with a partitioner that keeps what the forward writes to.
-
-    Args:
-        patches: the patches so far, perhaps with a partitioner of the user's.
-    """
+    """Inductor's config patches with a partitioner that keeps what the forward writes to."""
     inner = patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
     return {**patches, "custom_partitioner_fn": inner if isinstance(inner, KeepWritten) else KeepWritten(inner)}
 
@@ -116,10 +110,6 @@ def written_inputs(graph: Graph, num_fwd_outputs: int) -> list[Node]:
 
     A tensor whose storage is resized in the graph is left out: sharded parameters are freed and gathered anew like
     that, in the backward as well, and a copy would keep them alive.
-
-    Args:
-        graph: the joint graph.
-        num_fwd_outputs: how many of its outputs are the forward's.
     """
     written: dict[Node, None] = {}
     resized: set[Node] = set()
@@ -146,9 +136,6 @@ def written_in_backward(graph: Graph) -> list[Node]:
     """The placeholders of a joint graph that its backward writes to: tensors of the program, not its own gradients.
 
     A tensor whose storage is resized in the graph is left out, as in `written_inputs`.
-
-    Args:
-        graph: the joint graph.
     """
     written: dict[Node, None] = {}
     resized: set[Node] = set()

@@ -13,8 +13,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-__all__ = ["CannotWiden", "InPrecision", "on_real_tensors"]
-
 _COMPLEX: Final = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 _INLINE: Final = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap"))
 

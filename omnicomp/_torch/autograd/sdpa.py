@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch._C._functorch import maybe_current_level
 from torch.library import Library
 
-__all__ = ["KERNELS", "Saved", "backward", "define", "forward", "in_transform"]
-
 KERNELS: Final = ("flash_cpu", "flash", "efficient", "cudnn")
 
 _library: Final = Library("omnicomp", "FRAGMENT")

@@ -16,8 +16,6 @@ from torch._inductor.virtualized import V
 from omnicomp._torch.repairs.local_buffers import row_of_its_own
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 
-__all__ = ["DeviceCppScheduling", "DeviceWrapper", "no_cpp_wrapper", "python_wrapper"]
-
 
 class DeviceCppScheduling(CppScheduling):
     """C++ kernels for a device whose memory they can address."""

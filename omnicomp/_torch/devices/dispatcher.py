@@ -59,6 +59,11 @@ def qualified_name(operator: OpOverload) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
+def is_registered(name: str) -> bool:
+    """Whether this process has an operator of a qualified name."""
+    return not _is_missing(name)
+
+
 @functools.cache
 def key_of(device_type: str) -> str:
     """The dispatch key of a device type, for example `CUDA`; `PrivateUse1` for one from outside.
@@ -81,10 +86,6 @@ def kernel_of(name: str, device_type: str) -> Standing:
     """What the dispatcher calls for an operator on a device.
 
     A kernel that a device registers for one operator and that copies to the CPU is `native` here: only the run tells.
-
-    Args:
-        name: as of `qualified_name`.
-        device_type: for example `cuda`.
 
     Raises:
         RuntimeError: torch knows no such device type.

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["allow_tf32", "tf32_settings", "while_compiling"]
-
 _TF32: Final = "tf32"
 _get: Final = torch._C._get_fp32_precision_getter
 _set: Final = torch._C._set_fp32_precision_setter

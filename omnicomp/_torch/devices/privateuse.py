@@ -5,8 +5,6 @@ from types import ModuleType
 import torch
 from torch.utils import backend_registration
 
-__all__ = ["device_name", "is_known", "register", "register_module"]
-
 
 def device_name() -> str:
     """What the key is called in this process: `privateuseone` until someone gave it a name."""

@@ -9,6 +9,7 @@ import torch
 import torch._inductor.config
 from torch._inductor.codegen.common import (
     DeviceOpOverrides,
+    device_codegens,
     device_op_overrides_dict,
     get_custom_backend_pass_for_device,
     get_device_op_overrides,
@@ -40,7 +41,9 @@ __all__ = [
     "TritonScheduling",
     "WrapperFxCodegen",
     "custom_pass",
+    "generates_triton",
     "inductor_settings",
+    "made_by",
     "members",
     "op_overrides",
     "op_overrides_class",
@@ -48,6 +51,7 @@ __all__ = [
     "register_op_overrides",
     "scheduling",
     "set_config",
+    "takes_function",
     "wrapper",
 ]
 
@@ -55,7 +59,9 @@ __all__ = [
 class DevicePass(CustomGraphModulePass):
     """What runs on each graph of a device after autograd, and what Inductor's cache keys know the device's code by."""
 
-    def __init__(self, name: str, digest: str, function: Callable[[torch.fx.GraphModule], Any] | None) -> None:
+    def __init__(
+        self, name: str, digest: Callable[[], str], function: Callable[[torch.fx.GraphModule], Any] | None
+    ) -> None:
         self.name, self.digest, self.function = name, digest, function
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:  # type: ignore[override]
@@ -65,7 +71,7 @@ class DevicePass(CustomGraphModulePass):
 
     def uuid(self) -> Any:
         """Part of every key, since Inductor does not look into the classes that generate a device's code."""
-        return f"{self.name}:{self.digest}"
+        return f"{self.name}:{self.digest()}"
 
 
 # ---- texts of a device in host code ----------------------------------------------------------------------------------
@@ -140,9 +146,26 @@ def register_op_overrides(name: str, overrides: DeviceOpOverrides) -> None:
 
 
 def scheduling(name: str) -> Any:
-    """What is registered to generate kernels for a device type, or None."""
+    """What is registered to generate kernels for a device type, or None: a class, or a function that chooses one."""
     init_backend_registration()
-    return get_scheduling_for_device(name)
+    found: Any = get_scheduling_for_device(name)
+    return getattr(found, "chooses", found)
+
+
+def made_by(scheduling: Any) -> type:
+    """The class that generates kernels: what is registered, or what a function makes now, as torch asks for features.
+
+    Torch registers functions for `cpu` and `cuda`, which choose a class by a setting.
+    """
+    return scheduling if isinstance(scheduling, type) else type(scheduling(None))
+
+
+def generates_triton(scheduling: Any) -> bool:
+    """Whether what is registered generates Triton: a class, or a function that chooses one, or one that delegates."""
+    if isinstance(scheduling, type) and issubclass(scheduling, SIMDScheduling):
+        return issubclass(scheduling, TritonScheduling)
+    made = scheduling(None)
+    return any(isinstance(each, TritonScheduling) for each in (made, *vars(made).values()))
 
 
 def wrapper(name: str, kind: str = "python") -> Any:
@@ -157,15 +180,39 @@ def custom_pass(name: str) -> Any:
 
 
 def register_codegen(
-    name: str, scheduling: type, wrapper: type, cpp_wrapper: type | None, fx_wrapper: type, device_pass: DevicePass
+    name: str,
+    scheduling: Callable[[Any], Any],
+    wrapper: type,
+    cpp_wrapper: type | None,
+    fx_wrapper: type,
+    device_pass: DevicePass,
 ) -> None:
     """Register what generates code for a device type, in place of what was registered before."""
-    register_backend_for_device(name, scheduling, wrapper, cpp_wrapper, fx_wrapper, device_pass)
+    register_backend_for_device(name, _class_of(name, scheduling), wrapper, cpp_wrapper, fx_wrapper, device_pass)
+
+
+def takes_function(name: str) -> bool:
+    """Whether torch takes the function that is registered for a device type."""
+    return name in ("cpu", "cuda", "xpu") or hasattr(get_scheduling_for_device(name), "chooses")
+
+
+@functools.cache
+def _calling(name: str, made: type, function: Callable[[Any], Any]) -> type:
+    own = {"__new__": lambda cls, scheduler: function(scheduler), "chooses": staticmethod(function)}
+    return type(f"{name}Scheduling", (made,), {**own, "__module__": __name__})
+
+
+def _class_of(name: str, scheduling: Callable[[Any], Any]) -> type:
+    """A class that stands for a function: torch takes functions of `cpu`, `cuda` and `xpu` alone.
+
+    Of any other device `torch._inductor.ir.is_triton` asserts that it is a class, from 2.11 on (seen up to 2.13).
+    """
+    return scheduling if isinstance(scheduling, type) else _calling(name, made_by(scheduling), scheduling)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
-_configs: Final[dict[str, dict[str, Any]]] = {}
+_configs: Final[dict[str, Callable[[], Mapping[str, Any]]]] = {}
 
 
 def inductor_settings() -> frozenset[str]:
@@ -173,13 +220,13 @@ def inductor_settings() -> frozenset[str]:
     return frozenset(torch._inductor.config.get_config_copy())
 
 
-def set_config(name: str, entries: Mapping[str, Any]) -> None:
+def set_config(name: str, entries: Callable[[], Mapping[str, Any]]) -> None:
     """Settings of Inductor that hold while a graph with tensors of a device is compiled, and for no other graph.
 
     Torch keeps a config for each device, but only hashes it; so the one function that compiles a graph is wrapped, and
     does for graphs of other devices what it did.
     """
-    _configs[name] = dict(entries)
+    _configs[name] = entries
     if not hasattr(_InProcessFxCompile.codegen_and_compile, "omnicomp"):
         _InProcessFxCompile.codegen_and_compile = _with_config(_InProcessFxCompile.codegen_and_compile)
 
@@ -189,7 +236,10 @@ def _with_config(original: Callable[..., Any]) -> Any:
     def codegen_and_compile(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         entries: dict[str, Any] = {}
         for device_type in _device_types(gm):
-            entries |= _configs.get(device_type, {})
+            codegen = device_codegens.get(device_type)
+            if codegen is not None and hasattr(codegen.scheduling, "chooses"):
+                codegen.scheduling = _class_of(device_type, scheduling(device_type))  # of what it chooses now
+            entries |= _configs[device_type]() if device_type in _configs else {}
         if not entries:
             return original(self, gm, *args, **kwargs)
         with torch._inductor.config.patch(entries):

@@ -9,8 +9,6 @@ import torch
 
 from omnicomp._torch import opinfo
 
-__all__ = ["run_generic_tests"]
-
 
 def run_generic_tests(device_type: str) -> tuple[list[str], list[str]]:
     """Make a few generic tests for a device type and run them: a device argument, dtypes, and operators' entries.

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 import torch._guards
+import torch.fx._symbolic_trace
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import (
@@ -24,14 +25,18 @@ from torch.autograd import forward_ad
 __all__ = [
     "CONTROL_FLOW",
     "GRAPH_BREAKS",
+    "another_thread_compiles",
     "compile_id",
     "compile_lock",
     "disable",
+    "end_of",
     "leave_transforms_on_error",
     "seconds_of_tracing",
+    "tell_threads_apart",
     "unseen_by_hooks",
     "user_error",
 ]
+
 
 CONTROL_FLOW: Final = (RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, Unsupported)
 """Exceptions with which torch steers a compilation; catching one as a failure would break it."""
@@ -113,3 +118,46 @@ def leave_transforms_on_error() -> Generator[None]:
             with contextlib.suppress(RuntimeError):  # no forward-mode level was entered
                 torch._C._exit_dual_level(level=0)
         raise
+
+
+def end_of(gm: Any) -> tuple[str, str] | None:
+    """Dynamo's text on why it broke off before the function was over, and the `file:line` where; None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    return str(reason.reason), place
+
+
+_MARK: Final = "_omnicomp"
+
+
+def another_thread_compiles() -> bool:
+    """Whether Dynamo's compile lock is held, and not by this thread."""
+    if compile_lock._is_owned():  # type: ignore[attr-defined]
+        return False
+    if compile_lock.acquire(blocking=False):
+        compile_lock.release()
+        return False
+    return True
+
+
+def tell_threads_apart() -> None:
+    """Let a compiled function be called while another thread compiles.
+
+    The function that `torch.compile` returns refuses to be called under FX's symbolic tracing. It learns of that by a
+    flag of the process, which every compilation sets for a while; so a call in one thread would raise because another
+    thread compiles. With this the flag counts only where no other thread can have set it by compiling.
+    """
+    module = torch.fx._symbolic_trace
+    original = module.is_fx_symbolic_tracing
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def is_fx_symbolic_tracing() -> bool:
+        return original() and not another_thread_compiles()
+
+    setattr(is_fx_symbolic_tracing, _MARK, True)
+    module.is_fx_symbolic_tracing = is_fx_symbolic_tracing

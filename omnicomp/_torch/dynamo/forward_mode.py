@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["carries_tangents"]
-
 
 def carries_tangents(values: Iterable[Any]) -> bool:
     """Whether a value is a tensor with a tangent; outside `torch.autograd.forward_ad.dual_level` none is looked at."""

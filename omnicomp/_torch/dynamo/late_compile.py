@@ -6,6 +6,7 @@ symbolic sizes, as Dynamo's guards are made by then.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch._dynamo.utils import (
     get_torch_function_mode_stack,
     set_torch_function_mode_stack,
 )
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-
-__all__ = ["Scene", "SizeGuards", "compile_late", "hinted", "is_fake", "is_subclass", "is_tracing", "keep_scene"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,7 @@ class SizeGuards:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is kept of a compilation by Dynamo.
-
-    Attributes:
-        inputs: the graph's inputs as fake tensors and symbolic sizes.
-        fake_mode: the mode that they belong to.
-        compile_context: Dynamo's, with the compile id.
-        grad: whether grad mode was on.
-        carried: attributes of the tracing context that a backend reads.
-    """
+    """What is kept of a compilation by Dynamo."""
 
     inputs: tuple[Any, ...]
     fake_mode: Any
@@ -103,15 +95,8 @@ def compile_late(scene: Scene, build: Callable[[Sequence[Any]], Any]) -> tuple[A
 
     Random numbers and modes of the caller are left as they are.
 
-    Args:
-        scene: what was kept.
-        build: compiles, given the fake inputs.
-
     Returns:
         What `build` returned, and what it found out about sizes.
-
-    Raises:
-        Exception: whatever `build` raises.
     """
     environment = scene.fake_mode.shape_env
     known = len(environment.guards) if environment is not None else 0
@@ -151,13 +136,25 @@ def _size_guards(scene: Scene, known: int) -> SizeGuards:
     seen = {s.node.expr for s in symints if isinstance(s.node.expr, sympy.Symbol)}
     seen |= {s.node._expr for s in symints if isinstance(s.node._expr, sympy.Symbol)}
     if any(guard.expr.free_symbols - seen for guard in guards):
-        return SizeGuards(holds=lambda args: False, text=f"{text}, which no input tells")
+        return SizeGuards(holds=_Holds("False", ()), text=f"{text}, which no input tells")
     code = environment.produce_guards_expression(placeholders=symints, guards=guards)
     if code is None:
         return SizeGuards(holds=None)
-    return SizeGuards(
-        holds=lambda args: bool(environment.evaluate_guards_expression(code, [args[i] for i in positions])), text=text
-    )
+    return SizeGuards(holds=_Holds(code, tuple(positions)), text=text)
+
+
+_evaluator = functools.cache(ShapeEnv)  # evaluating such a condition reads nothing of it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holds:
+    """Whether the sizes among a call's inputs are as a condition in Python says; it pickles."""
+
+    code: str
+    positions: tuple[int, ...]
+
+    def __call__(self, args: Sequence[Any]) -> bool:
+        return bool(_evaluator().evaluate_guards_expression(self.code, [args[i] for i in self.positions]))
 
 
 def hinted(value: Any) -> Any:
@@ -173,3 +170,22 @@ def is_fake(value: Any) -> bool:
 def is_subclass(value: Any) -> bool:
     """Whether a value is a tensor that wraps others, such as a distributed one."""
     return is_traceable_wrapper_subclass(value)
+
+
+def scene_of(inputs: Sequence[Any]) -> Scene:
+    """The scene of a graph that no compilation by Dynamo is under way for.
+
+    Args:
+        inputs: fake tensors of one mode and symbolic sizes; or real tensors, whose sizes the graph is compiled for.
+    """
+    mode: Any = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
+    if mode is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        inputs = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in inputs]
+    return Scene(
+        inputs=tuple(inputs),
+        fake_mode=mode,
+        compile_context=torch._guards.CompileContext.try_get(),
+        grad=torch.is_grad_enabled(),
+        carried={},
+    )

@@ -16,8 +16,6 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-__all__ = ["Sharing", "sharing_of"]
-
 _MOST: Final = 16  # inputs to look at in each call
 
 
@@ -49,9 +47,6 @@ def sharing_of(gm: GraphModule) -> Sharing:
 
     Weights and buffers of a module are taken not to be among the other inputs, and inputs of another dtype or device
     than all that is written to not to overlap with that. More than a few inputs, as of an optimizer, are not compared.
-
-    Args:
-        gm: a graph of Dynamo's, before anything rewrites it.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     values = {i: node.meta["example_value"] for i, node in enumerate(nodes) if _plain(node)}

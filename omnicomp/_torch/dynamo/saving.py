@@ -29,6 +29,7 @@ __all__ = [
     "SerializableCallable",
     "Wish",
     "bundle",
+    "bundled",
     "fresh_names",
     "is_bundled",
     "record",
@@ -61,9 +62,6 @@ class Wish:
 def wanted(gm: GraphModule) -> Generator[Wish | None]:
     """Inside, a graph that torch may save is compiled in a way that can be saved.
 
-    Args:
-        gm: the Dynamo graph.
-
     Yields:
         How it may be saved; None if it is not to be.
     """
@@ -73,20 +71,37 @@ def wanted(gm: GraphModule) -> Generator[Wish | None]:
     if not precompiled and not torch._functorch.config.bundled_autograd_cache:
         yield None
         return
-    patches = {name: value for name, value in _PATCHES.items() if hasattr(torch._functorch.config, name)}
     module._backend_id = None
     try:
-        with torch._functorch.config.patch(patches):
+        with bundled():
             yield Wish(key=str(key) if precompiled else "")
     finally:
         module._backend_id = key
 
 
-def bundle(compiled: Callable[..., Any]) -> bytes:
-    """What AOTAutograd returned, with the code of its parts, as bytes.
+@contextlib.contextmanager
+def bundled(*, keyless: bool = False) -> Generator[None]:
+    """Inside, AOTAutograd hands out what `bundle` makes bytes of.
+
+    For a graph that its cache has no key for, torch draws one from Python's `random`, and looks it up: a program that
+    seeds its generator would draw the key of another graph. Inside, the generator is seeded by the system.
 
     Args:
-        compiled: what it returned inside of `wanted`.
+        keyless: whether it does so for such graphs as well, as with the program's own functions of autograd.
+    """
+    patches = {**_PATCHES, **({"bypass_autograd_cache_key": True} if keyless else {})}
+    known = {name: value for name, value in patches.items() if hasattr(torch._functorch.config, name)}
+    state = random.getstate()
+    random.seed()
+    try:
+        with torch._functorch.config.patch(known):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def bundle(compiled: Callable[..., Any]) -> bytes:
+    """What AOTAutograd returned, with the code of its parts, as bytes.
 
     Raises:
         ValueError: a part can't be saved; the message says why.

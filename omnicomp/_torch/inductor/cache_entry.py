@@ -32,8 +32,6 @@ from torch.utils._ordered_set import OrderedSet
 from omnicomp._torch.inductor.compile_fx import disable_cudagraphs, no_cudagraphs, observer_paused, subgraph_context
 from omnicomp.errors import SaveError
 
-__all__ = ["StitchedGraph", "is_asked_for", "is_bundled", "is_marked", "mark", "on_stitched_loaded", "save", "unkept"]
-
 _NAME: Final = "<omnicomp: a part that was cut>"
 _FAILURES: Final = {
     "fxgraph_cache_pickle_error": "it can't be pickled; torch's log has the error",

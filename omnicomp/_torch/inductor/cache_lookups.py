@@ -15,8 +15,6 @@ import torch._inductor.config
 import torch._inductor.config_comms
 from torch._dynamo.utils import counters, get_chromium_event_logger
 
-__all__ = ["Counts", "Lookup", "autograd_lookup", "counts", "graph_lookup", "read_parts"]
-
 Counts = Mapping[tuple[str, str], int]
 
 _VERDICTS: Final = ("miss", "bypass", "hit")
@@ -68,12 +66,7 @@ def counts() -> Counts:
 
 
 def graph_lookup(compiled: Any, before: Counts) -> Lookup | None:
-    """What Inductor's graph cache answered for a graph that was just compiled; None if it was not asked.
-
-    Args:
-        compiled: what `compile_fx_inner` returned, on which torch leaves the key and its components.
-        before: the counts before that.
-    """
+    """What Inductor's graph cache answered for a graph that was just compiled; None if it was not asked."""
     verdict = _answer("fx_graph", before)
     if verdict is None:
         return None
@@ -89,9 +82,6 @@ def autograd_lookup(before: Counts) -> Lookup | None:
 
     Torch notes key, components and the reason of a bypass in its event of the compilation. Since torch 2.13 it makes
     the components for its log alone.
-
-    Args:
-        before: the counts before that.
     """
     verdict = _answer("aot_autograd", before)
     if verdict is None:

@@ -21,6 +21,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.codecache import get_path
 from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InductorError, InvalidCxxCompiler, LoweringException
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -62,6 +63,7 @@ __all__ = [
     "on_artefact_loaded",
     "overwritten_inputs",
     "part_name",
+    "prepare_to_load",
     "reset_cudagraphs",
     "subgraph_context",
 ]
@@ -72,14 +74,7 @@ _FALLBACK_KEY: Final = "omnicomp_fallback"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What `compile_part` stored in an artefact, and how it is used now.
-
-    Attributes:
-        part: `forward`, `backward` or `inference`.
-        record: the decisions that made it; None if it holds none.
-        fallback: what it takes to run its graph another way; empty if it holds nothing.
-        recorded: whether it is to be recorded as a CUDA graph.
-    """
+    """What `compile_part` stored in an artefact, and how it is used now."""
 
     part: str
     record: str | None
@@ -121,6 +116,24 @@ def freezing(patches: Mapping[str, Any]) -> bool:
 def fallback_random(patches: Mapping[str, Any]) -> bool:
     """Whether Inductor must draw the random numbers that eager draws."""
     return bool(patches.get("fallback_random", torch._inductor.config.fallback_random))
+
+
+_REORDERING: Final = (
+    "reorder_for_compute_comm_overlap",
+    "bucket_all_gathers_fx",
+    "bucket_reduce_scatters_fx",
+    "bucket_all_reduces_fx",
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+)
+
+
+def reorders_collectives(patches: Mapping[str, Any]) -> str:
+    """The option by which Inductor orders collectives by what stands between them, or an empty string."""
+    for name in _REORDERING:
+        configured = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), torch._inductor.config)
+        if patches.get(name, configured) not in (None, False, "none"):
+            return name
+    return ""
 
 
 @contextlib.contextmanager
@@ -205,9 +218,6 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, Kept], None]) -> Gen
     A hit of that cache never reaches our inner compile; the restored graph's `post_compile` is the one place that it
     passes through. The method is wrapped only inside the block, and Dynamo's compile lock, which is held there, keeps
     other compilations out of it.
-
-    Args:
-        callback: gets the graph, and what is kept in it.
     """
     original = CompiledFxGraph.post_compile
 
@@ -227,6 +237,16 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, Kept], None]) -> Gen
 
     with mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
         yield
+
+
+def prepare_to_load(device: str) -> None:
+    """Find out what loading an artefact asks of this machine once a process, as what the C++ compiler can do for it.
+
+    Args:
+        device: type of the device.
+    """
+    if device == "cpu":
+        pick_vec_isa()
 
 
 def part_name(kwargs: Mapping[str, Any]) -> str:
@@ -273,13 +293,7 @@ def external_kernels(compiled: Any) -> dict[str, int]:
 def call_first(
     compiled: CompiledFxGraph, first: Callable[[list[Any]], Any], later: Callable[[], Callable[..., Any]]
 ) -> None:
-    """Put what surrounds the callable of a compiled graph in its place; later calls pay nothing for the first.
-
-    Args:
-        compiled: the graph.
-        first: makes the first call.
-        later: asked after that for what to call from then on.
-    """
+    """Put what surrounds the callable of a compiled graph in its place; later calls pay nothing for the first."""
 
     def first_call(inputs: list[Any]) -> Any:
         outputs = first(inputs)
@@ -324,10 +338,6 @@ def live_inputs(error: BaseException, names: Sequence[str]) -> dict[str, Any]:
 
     Generated code unpacks its list of inputs into variables of these names, empties the list, and deletes each variable
     after its last use.
-
-    Args:
-        error: what was raised.
-        names: of the inputs.
     """
     found: dict[str, Any] = {}
     frame = error.__traceback__
@@ -386,9 +396,6 @@ def no_cudagraphs() -> Any:
 
 def disable_cudagraphs(kwargs: Mapping[str, Any]) -> bool:
     """Switch CUDA graphs off for a part and the parts that follow it.
-
-    Args:
-        kwargs: what `compile_fx` passed to its inner compile; the box in it is shared by forward and backward.
 
     Returns:
         Whether they were on.

@@ -4,8 +4,6 @@ import ctypes
 
 from torch._inductor.codecache import CppCodeCache
 
-__all__ = ["load"]
-
 
 def load(source: str, *, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile a C++ source and load it.

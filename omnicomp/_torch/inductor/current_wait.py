@@ -4,8 +4,6 @@ import sys
 from types import FrameType
 from typing import Final
 
-__all__ = ["waits_for"]
-
 _COMPILER: Final = "waiting for the C++ compiler"
 _WORKERS: Final = "waiting for Triton's compile workers"
 _MEASURES: Final = "measuring kernels"
@@ -34,11 +32,7 @@ _PLACES: Final = (
 
 
 def waits_for(thread: int) -> str:
-    """What a thread does inside torch now: `waiting for the C++ compiler`; empty if nothing is known of it.
-
-    Args:
-        thread: its id, as `threading.get_ident` gives it.
-    """
+    """What a thread does inside torch now: `waiting for the C++ compiler`; empty if nothing is known of it."""
     frames = sys._current_frames()
     found = _place(frames.get(thread))
     if found == _WORKERS and any(_place(frame) == _COMPILER for id, frame in frames.items() if id != thread):

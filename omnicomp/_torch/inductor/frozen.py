@@ -20,8 +20,6 @@ from omnicomp._torch.inductor.compile_fx import observer_paused
 from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.while_lowered import inductor_repaired
 
-__all__ = ["compile_frozen", "inductor_settings"]
-
 
 def inductor_settings() -> tuple[tuple[str, str], ...]:
     """Inductor's settings at this moment that decide on generated code, for a key."""

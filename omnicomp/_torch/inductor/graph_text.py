@@ -17,8 +17,6 @@ from torch.fx import GraphModule
 from torch.fx.graph_module import _format_import_block, _forward_from_src, reduce_graph_module
 from torch.package import sys_importer
 
-__all__ = ["MAX_CONSTANT_BYTES", "TextGraph", "dump_constant", "from_source", "load_constant", "to_source"]
-
 # What Inductor folds or lifts is small; weights that were frozen into the graph are not to be copied.
 MAX_CONSTANT_BYTES: Final = 2**20
 

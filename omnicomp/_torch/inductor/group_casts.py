@@ -16,8 +16,6 @@ from torch.fx import Graph, Node
 
 from omnicomp._torch.autograd.mutations import is_view, write_targets
 
-__all__ = ["cast_together"]
-
 _aten: Final[Any] = torch.ops.aten
 _CAST: Final[Any] = torch.ops.prims.convert_element_type.default
 _HALF: Final = (torch.bfloat16, torch.float16)

@@ -13,19 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from omnicomp._torch.fx import copy_module
 
-__all__ = ["apart", "is_symbolic", "values_of", "with_fixed_sizes"]
-
 
 def apart(work: Callable[[], Any]) -> Any:
     """Do some work without the modes of the caller, and leave random numbers as they were.
 
     Several threads may be in here at once, and others in Dynamo.
-
-    Args:
-        work: what to do.
-
-    Raises:
-        Exception: whatever `work` raises.
     """
     with (
         _same_random_numbers(),
@@ -68,10 +60,6 @@ def with_fixed_sizes(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     """A copy of a graph whose fake values have the sizes of real inputs, in a mode of their own.
 
     A build with the symbols of the original could decide something about them after all guards are made.
-
-    Args:
-        module: a graph after autograd.
-        inputs: real values of its placeholders.
 
     Raises:
         Exception: an operator's result depends on data, or has no fake kernel.

@@ -16,10 +16,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from omnicomp._torch.fx import copy_module
-from omnicomp.escapes import one_line
-from omnicomp.privacy import cleaner
-
-__all__ = ["changed_settings", "load_script", "script_of", "settings", "without_cache"]
+from omnicomp.safety.escapes import one_line
+from omnicomp.safety.privacy import cleaner
 
 _WRITABLE: Final = (bool, int, float, str, type(None))
 _OWN: Final = ("aten", "prim", "inductor", "higher_order", "_", "c10d", "mkldnn", "quantized", "rngprims", "symm_mem")
@@ -27,12 +25,6 @@ _OWN: Final = ("aten", "prim", "inductor", "higher_order", "_", "c10d", "mkldnn"
 
 def script_of(module: GraphModule, inputs: Iterable[Any], title: str, *, values: bool = False) -> str:
     """The text of a script that compiles a graph with Inductor, on random inputs and without data of the user's.
-
-    Args:
-        module: the graph, after autograd.
-        inputs: fake tensors and symbolic sizes of its placeholders.
-        title: a comment for its first line.
-        values: whether the script compares results with eager.
 
     Raises:
         Exception: the graph can't be written down.

@@ -17,8 +17,6 @@ from torch._inductor.codegen.common import get_custom_backend_pass_for_device
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.lowering import lowerings
 
-__all__ = ["compilers", "describe", "inductor_identity", "keeps_caches"]
-
 _TORCH: Final = os.path.dirname(torch.__file__)
 # What a build goes through. Whoever replaces one of these has another Inductor.
 _STEPS: Final = (
@@ -48,10 +46,6 @@ def inductor_identity(operators: Iterable[Any], settings: Mapping[str, Any]) -> 
 
     Torch's version, the settings, the lowering of each operator, and functions of Inductor that are not torch's own
     any more.
-
-    Args:
-        operators: targets of the nodes of a graph.
-        settings: Inductor's settings that differ from torch's defaults.
     """
     config: Any = torch._inductor.config
     defaults, hashed = _default_settings()

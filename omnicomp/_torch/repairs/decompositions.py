@@ -17,9 +17,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common.wrappers import elementwise_type_promotion_wrapper
 
 from omnicomp._torch.repairs.needed import Needed
-from omnicomp.forks import new_lock
-
-__all__ = ["NEEDED", "decompositions_mended", "kept_whole"]
+from omnicomp.safety.forks import new_lock
 
 NEEDED: Final = Needed(first="2.11")
 _aten: Final[Any] = torch.ops.aten

@@ -17,8 +17,6 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.fx import all_nodes
 from omnicomp._torch.repairs.needed import Needed
 
-__all__ = ["NEEDED", "has_custom_operators", "unobserved_first_call"]
-
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/198118")
 _BUILTIN: Final = ("aten", "prim", "prims")
 

@@ -10,8 +10,6 @@ from torch.fx import Graph
 
 from omnicomp._torch.repairs.needed import Needed
 
-__all__ = ["NEEDED", "KeepNans", "config_patches"]
-
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/pull/187580")
 
 
@@ -36,11 +34,7 @@ class KeepNans(CustomGraphPass):
 
 
 def config_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's config patches with this pass, unless the user has one of his own in that place.
-
-    Args:
-        patches: the patches so far.
-    """
+    """Inductor's config patches with this pass, unless the user has one of his own in that place."""
     if not NEEDED.here or patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass) is not None:
         return dict(patches)
     return {**patches, "joint_custom_pre_pass": KeepNans()}

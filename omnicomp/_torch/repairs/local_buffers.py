@@ -12,10 +12,7 @@ from typing import Any, Final
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.virtualized import V
 
-from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "row_of_its_own"]
+from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/185702")
 

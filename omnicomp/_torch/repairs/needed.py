@@ -1,11 +1,16 @@
-"""Which releases of torch need a repair, and where torch's own repair is discussed."""
+"""How torch is repaired: by whom a fault is discussed, which releases have it, and functions replaced for a while."""
 
 import dataclasses
+import functools
+import inspect
 import re
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 import torch
 
-__all__ = ["Needed"]
+from omnicomp.safety.forks import new_lock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,3 +42,51 @@ class Needed:
 def _release(version: str) -> tuple[int, int]:
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
+
+
+class Exchange:
+    """Inside, a method or a function is what is made of it; it is put back by whoever leaves last.
+
+    Saving and restoring it for each by itself would put back another's, where two don't leave in the order of nesting.
+    A wrapper that another library puts over ours meanwhile is left where it is, and ours then passes its calls on.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Name the method."""
+        self._owner, self._name, self._make = owner, name, make
+        self._lock = new_lock()
+        self._inside = 0
+        self._leave: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._leave = self._replaced()
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._leave()
+
+    def _replaced(self) -> Callable[[], None]:
+        """Replace it; returns what puts it back."""
+        original = getattr(self._owner, self._name)
+        static = isinstance(inspect.getattr_static(self._owner, self._name), staticmethod)
+        now = self._make(original)
+
+        @functools.wraps(original)
+        def mine(*args: Any, **kwargs: Any) -> Any:
+            return now(*args, **kwargs)
+
+        def leave() -> None:
+            nonlocal now
+            now = original
+            if getattr(self._owner, self._name) is mine:
+                setattr(self._owner, self._name, staticmethod(original) if static else original)
+
+        setattr(self._owner, self._name, staticmethod(mine) if static else mine)
+        return leave

@@ -9,8 +9,6 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
 from omnicomp._torch.repairs.needed import Needed
 
-__all__ = ["NEEDED", "may_overlap", "tangents_without_overlap"]
-
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/177812")
 
 

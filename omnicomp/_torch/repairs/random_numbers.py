@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.fx import fake_value
 from omnicomp._torch.repairs.needed import Needed
 
-__all__ = ["NEEDED", "as_passed"]
-
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/198187")
 _PYTHON: Final = ("_operator", "builtins", "math")
 
@@ -32,10 +30,6 @@ def as_passed(module: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
     Arithmetic of such numbers alone is Python's, in double precision. An operator on tensors takes the number as it is
     if its result has the announced dtype then, as `x * number` of tensors of any floating dtype, or else in the
     announced dtype.
-
-    Args:
-        module: a Dynamo graph, which is changed.
-        inputs: what it is compiled with, one a placeholder.
 
     Returns:
         The inputs, with those numbers as they are passed.

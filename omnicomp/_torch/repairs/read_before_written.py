@@ -15,10 +15,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch._library.utils import zip_schema
 
-from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "read_before_written"]
+from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11")
 

@@ -14,10 +14,7 @@ from typing import Any, Final
 from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.schemas import OutputType
 
-from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "returned_in_their_places"]
+from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11")
 

@@ -18,10 +18,7 @@ from torch._inductor.utils import is_gpu
 from torch._inductor.virtualized import V, ops
 from torch.fx import Node
 
-from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "casts_kept", "casts_rounded"]
+from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/185337")
 _DROPPED: Final = Needed(first="2.11", fixed="2.13", issue="https://github.com/pytorch/pytorch/issues/185337")

@@ -13,10 +13,7 @@ from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
-from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "written_before_read"]
+from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11", fixed="2.15", issue="https://github.com/pytorch/pytorch/issues/185509")
 

@@ -5,6 +5,7 @@ arithmetic of floats, whose results differ from the kernels' by one in up to a t
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
@@ -16,8 +17,6 @@ from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
 from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "bytes_resized_by_kernels"]
 
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/113024")
 
@@ -52,7 +51,10 @@ def _define(resize: Any) -> Any:
     return getattr(torch.ops.omnicomp, name).default
 
 
-_OF_BYTES: Final[dict[Any, Any]] = {resize: _define(resize) for resize in _RESIZES}
+@functools.cache
+def of_bytes() -> dict[Any, Any]:
+    """The operators for bytes, by those whose kernels they call; the first call defines them."""
+    return {resize: _define(resize) for resize in _RESIZES}
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def bytes_resized_by_kernels() -> Generator[None]:
                     original = overload.py_kernels.get(key)
                     if original is not None:
                         replaced.append((overload, key, original))
-                        _set_rule(overload, key, rule(_OF_BYTES[resize], original))
+                        _set_rule(overload, key, rule(of_bytes()[resize], original))
         yield
     finally:
         for overload, key, original in replaced:
@@ -84,7 +86,7 @@ def _is_bytes(image: Tensor) -> bool:
     return image.dtype == torch.uint8 and image.device.type == "cpu"
 
 
-def _of_sizes(of_bytes: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_sizes(kernel: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def rule(
         image: Tensor,
         output_size: Sequence[int],
@@ -93,13 +95,13 @@ def _of_sizes(of_bytes: Any, original: Callable[..., Any]) -> Callable[..., Any]
         scales_w: float | None = None,
     ) -> Tensor:
         if _is_bytes(image):
-            return of_bytes(image, output_size, align_corners, scales_h, scales_w)
+            return kernel(image, output_size, align_corners, scales_h, scales_w)
         return original(image, output_size, align_corners, scales_h, scales_w)
 
     return rule
 
 
-def _of_scales(of_bytes: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_scales(kernel: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def rule(
         image: Tensor,
         output_size: Sequence[int] | None,
@@ -109,7 +111,7 @@ def _of_scales(of_bytes: Any, original: Callable[..., Any]) -> Callable[..., Any
         if _is_bytes(image):
             size: Any = decompositions.upsample_compute_output_size(image.size(), output_size, scale_factors)
             height, width = scale_factors or (None, None)
-            return of_bytes(image, size, align_corners, height, width)
+            return kernel(image, size, align_corners, height, width)
         return original(image, output_size, align_corners, scale_factors)
 
     return rule

@@ -12,10 +12,7 @@ from typing import Any, Final
 import torch
 from torch._inductor.codegen.cpp import CppVecOverrides
 
-from omnicomp._torch.repairs.method_patch import Exchange
-from omnicomp._torch.repairs.needed import Needed
-
-__all__ = ["NEEDED", "accurate_functions"]
+from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/198183")
 

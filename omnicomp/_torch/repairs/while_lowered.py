@@ -3,17 +3,18 @@
 import contextlib
 from collections.abc import Generator
 
+from omnicomp._torch.inductor.order_of_errors import errors_in_order
+from omnicomp._torch.repairs.captured_buffers import captured_computed
 from omnicomp._torch.repairs.local_buffers import row_of_its_own
 from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.rounded_casts import casts_rounded
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 from omnicomp._torch.repairs.vector_functions import accurate_functions
 
-__all__ = ["inductor_repaired"]
-
 
 @contextlib.contextmanager
 def inductor_repaired() -> Generator[None]:
     """Inside, Inductor is without the faults that are repaired in its own IR; on whatever thread."""
-    with read_before_written(), written_before_read(), row_of_its_own(), accurate_functions(), casts_rounded():
-        yield
+    with read_before_written(), written_before_read(), errors_in_order(), row_of_its_own():
+        with accurate_functions(), casts_rounded(), captured_computed():
+            yield

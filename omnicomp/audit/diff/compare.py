@@ -4,16 +4,13 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from omnicomp.audit.diff.pairing import difference, operators, paired_graphs, paired_rows
 from omnicomp.audit.diff.report import KINDS, AuditDiff, Change, Measure, shown
 from omnicomp.audit.identity import operators_of, without_number
 from omnicomp.audit.model import Fallback, GraphAudit, PartAudit, Report, Setting, SubgraphAudit
 from omnicomp.audit.views.rows import step_of, summary
 from omnicomp.timeline import NearMiss, Retreat, Rewrite
-
-__all__ = ["compare"]
 
 # Where events go, and what is said while a program runs: another value makes no other program.
 _OF_NO_EFFECT: Final = frozenset({"timeline", "timeline_max_bytes", "progress", "summary", "ranges", "fallback"})
@@ -53,7 +50,21 @@ def _between(before: Report, after: Report) -> Iterator[Change]:
         about = {"what": "graph", "graph": graph.identity, "places": (graph.function,)}
         yield Change(kind="appeared", after=name, sentence=f"the graph {name} is there now", **about)
         yield from _fallbacks([], fallen[1].get(graph.id, []), GraphAudit(id=""), graph)
+    yield from _ends(before, after)
     yield from _environments(before, after)
+
+
+def _ends(before: Report, after: Report) -> Iterator[Change]:
+    """What has an end in one of the runs only; processes and graphs have other names there."""
+    had, has = ({each.what: each for each in reversed(report.unfinished)} for report in (before, after))
+    for what in dict.fromkeys((*has, *had)):
+        if what in has and what not in had:
+            now = has[what]
+            places = tuple(filter(None, (now.place,)))
+            yield Change(kind="unfinished", what=what, after="unfinished", sentence=now.sentence, places=places)
+        elif what in had and what not in has:
+            sentence = f"it has an end now: {had[what].sentence} before"
+            yield Change(kind="finished", what=what, before="unfinished", sentence=sentence)
 
 
 def _graphs(one: GraphAudit, other: GraphAudit, was: list[Fallback], now: list[Fallback]) -> Iterator[Change]:
@@ -266,8 +277,9 @@ def _passes(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
             kind, text = ("pass_stopped", "does not run any more") if new is None else ("pass_started", "runs now")
             if old or new:
                 yield Change(kind=kind, what=name, sentence=f"the pass {name} {text}", graph=other.identity)
-    gone, new = difference(one.rewrites, rewritten, other.rewrites, rewritten)
-    counts = Counter(item.name for item in one.rewrites), Counter(item.name for item in other.rewrites)
+    made, makes = ([item for item in graph.rewrites if not item.kept] for graph in (one, other))
+    gone, new = difference(made, rewritten, makes, rewritten)
+    counts = Counter(item.name for item in made), Counter(item.name for item in makes)
     for kind, items, text in (("pass_stopped", gone, "not rewritten any more"), ("pass_started", new, "rewritten now")):
         for item in items:
             target = f" to {item.target}" if item.target else ""
@@ -297,7 +309,7 @@ def _passes(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
     gone_misses, new_misses = difference(one.near_misses, missed, other.near_misses, missed)
     for kind, misses in (("near_miss", new_misses), ("near_miss_gone", gone_misses)):
         for miss in misses:
-            text = "leaves a candidate alone" if kind == "near_miss" else "has one candidate less that it left alone"
+            text = "has a new near miss" if kind == "near_miss" else "has one near miss less"
             yield Change(
                 kind=kind,
                 what=miss.name,
@@ -414,3 +426,103 @@ def _measured(audit: Report) -> dict[tuple[str, str], float]:
         found["copies of weights", "bytes"] = max(weights)
     found["cache hits", ""] = sum(1 for graph in audit.graphs for cache in graph.caches if cache.verdict == "hit")
     return found
+
+
+Item = TypeVar("Item")
+Pairs = tuple[list[tuple[Item, Item]], list[Item], list[Item]]
+"""The pairs, and what is in the first or the second alone."""
+
+# Of two graphs of one name that are otherwise unlike, fewer operators than this part of all make one out of the other.
+_ALIKE: Final = 0.3
+_COMPARED: Final = 32
+
+
+def paired_graphs(left: Sequence[GraphAudit], right: Sequence[GraphAudit]) -> Pairs[GraphAudit]:
+    """The graphs of two reports: those of equal identity, of equal operators, and those that were edited."""
+    pairs, rest, others = _paired(left, right, (lambda g: g.identity, lambda g: operators_of(g.identity)))
+    by_place: dict[str, list[GraphAudit]] = {}
+    for graph in others:
+        by_place.setdefault(_place(graph), []).append(graph)
+    lost: list[GraphAudit] = []
+    for graph in rest:
+        waiting = by_place.get(_place(graph), [])
+        best = max(waiting[:_COMPARED], key=lambda other: _likeness(graph, other), default=None)
+        if best is None or _likeness(graph, best) < _ALIKE:
+            lost.append(graph)
+        else:
+            pairs.append((graph, best))
+            waiting.remove(best)
+    taken = {graph.id for _, graph in pairs}
+    return pairs, lost, [graph for graph in others if graph.id not in taken]
+
+
+def _place(graph: GraphAudit) -> str:
+    return graph.identity.rpartition("/")[0]
+
+
+def paired_rows(left: Sequence[SubgraphAudit], right: Sequence[SubgraphAudit]) -> Pairs[SubgraphAudit]:
+    """The rows of two graphs that are one: of equal identity, of equal operators, or of the same place."""
+    return _paired(
+        left,
+        right,
+        (
+            lambda row: row.identity,
+            lambda row: operators_of(row.identity),
+            # A part that is cut otherwise has several at one place: what stayed on its lowering did not move.
+            lambda row: (row.identity.rpartition("/")[0], bool(row.parent), row.lowering),
+            lambda row: (row.identity.rpartition("/")[0], bool(row.parent)),
+        ),
+    )
+
+
+def operators(graph: GraphAudit) -> Counter[str]:
+    """How many of each operator a graph has, after autograd, with the part."""
+    found: Counter[str] = Counter()
+    for row in graph.subgraphs:
+        if not row.parent:
+            found.update({f"{row.part} {op}": count for op, count in row.ops.items()})
+    return found
+
+
+def _likeness(left: GraphAudit, right: GraphAudit) -> float:
+    """The part of all their operators that two graphs share, from 0 to 1; graphs that were never placed are alike."""
+    one, other = operators(left), operators(right)
+    total = (one | other).total()
+    return (one & other).total() / total if total else 1.0
+
+
+def _paired(left: Sequence[Item], right: Sequence[Item], keys: Sequence[Callable[[Item], Hashable]]) -> Pairs[Item]:
+    """Pair items of equal keys, in order, trying one key after the other."""
+    pairs: list[tuple[Item, Item]] = []
+    rest, others = list(left), list(right)
+    for key in keys:
+        waiting: dict[Hashable, list[Item]] = {}
+        for item in reversed(others):
+            waiting.setdefault(key(item), []).append(item)
+        unpaired: list[Item] = []
+        for item in rest:
+            found = waiting.get(key(item))
+            if found:
+                pairs.append((item, found.pop()))
+            else:
+                unpaired.append(item)
+        taken = {id(other) for _, other in pairs}
+        rest, others = unpaired, [item for item in others if id(item) not in taken]
+    return pairs, rest, others
+
+
+def difference(
+    left: Iterable[Item], left_key: Callable[[Item], Hashable], right: Iterable[Item], key: Callable[[Item], Hashable]
+) -> tuple[list[Item], list[Item]]:
+    """The multiset differences by key: first without second, second without first."""
+    waiting: dict[Hashable, list[Item]] = {}
+    for item in left:
+        waiting.setdefault(left_key(item), []).append(item)
+    new: list[Item] = []
+    for item in right:
+        same = waiting.get(key(item))
+        if same:
+            same.pop(0)
+        else:
+            new.append(item)
+    return [item for items in waiting.values() for item in items], new

@@ -5,31 +5,24 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from omnicomp.audit.views import rows
 from omnicomp.audit.views.jsonform import encode
-from omnicomp.audit.views.rows import cell, plural, table
-from omnicomp.escapes import json_text, markdown
+from omnicomp.audit.views.layout import FittingTable, cell, plain
+from omnicomp.audit.views.rows import plural
+from omnicomp.safety.escapes import json_text, markdown
 from omnicomp.timeline import Reason
-
-__all__ = [
-    "DIFF_SCHEMA",
-    "KINDS",
-    "AuditDiff",
-    "Change",
-    "Measure",
-    "renderables",
-]
 
 DIFF_SCHEMA: Final = 1
 
 KINDS: Final[dict[str, str]] = {
+    "unfinished": "began and has no end: a process, a graph, or a part that was never called",
     "fell_back": "runs eager now, though the policy has an earlier lowering",
     "mismatch": "did not run as planned, and no retreat says why",
     "wrong": "an override was found to compute something else than its reference",
     "retreat": "moved to another lowering after a failure",
+    "finished": "has an end now",
     "recovered": "does not fall back to eager any more",
     "moved": "is on another lowering",
     "cut": "a part is cut otherwise",
@@ -39,8 +32,8 @@ KINDS: Final[dict[str, str]] = {
     "sizes": "was compiled for sizes of another class",
     "pass_stopped": "a pass rewrites fewer places",
     "pass_started": "a pass rewrites more places",
-    "near_miss": "a pass left a candidate alone that it did not leave alone before",
-    "near_miss_gone": "a candidate that a pass left alone is not there any more",
+    "near_miss": "a pass has a near miss that it did not have before",
+    "near_miss_gone": "a near miss is not there any more",
     "not_called": "was called in one of the two runs only",
     "option": "an option took effect with another value",
     "version": "another version",
@@ -84,14 +77,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measure:
-    """Something measured in both runs; it differs from run to run, and so decides nothing without a threshold.
-
-    Attributes:
-        name: what: `compile`, `compile: dynamo`, …, `calls`, `peak memory`, `cache hits`.
-        unit: `s`, `bytes` or empty.
-        before: the first run's.
-        after: the second run's.
-    """
+    """Something measured in both runs; it differs from run to run, and so decides nothing without a threshold."""
 
     name: str
     unit: str
@@ -146,7 +132,7 @@ class AuditDiff:
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        return rows.plain(*renderables(self))
+        return plain(*renderables(self))
 
     def to_json(self) -> str:
         """The JSON form that `docs/audit.md` describes."""
@@ -181,7 +167,7 @@ class AuditDiff:
         yield from renderables(self)
 
     def __str__(self) -> str:
-        return self.to_text()
+        return plain(*renderables(self), width=None)
 
     def __repr__(self) -> str:
         return self.summary()
@@ -210,8 +196,8 @@ def renderables(diff: AuditDiff) -> Iterator[RenderableType]:
         yield cell(_rule(diff), "dim")
 
 
-def _changes(diff: AuditDiff) -> Table:
-    found = table("Differences", "kind", "what differs", "where", "why")
+def _changes(diff: AuditDiff) -> FittingTable:
+    found = FittingTable("Differences", "kind", "what differs", "where", "why")
     for change in diff.changes:
         found.add_row(
             cell(label(change.kind), _STYLES.get(change.kind, "")),
@@ -222,8 +208,8 @@ def _changes(diff: AuditDiff) -> Table:
     return found
 
 
-def _measured(diff: AuditDiff) -> Table:
-    found = table("Measured", "what", "before", "after", "growth", right=("before", "after", "growth"))
+def _measured(diff: AuditDiff) -> FittingTable:
+    found = FittingTable("Measured", "what", "before", "after", "growth", right=("before", "after", "growth"))
     for measure in diff.measures:
         found.add_row(*map(cell, _cells(measure)))
     return found

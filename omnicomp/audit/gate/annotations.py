@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from omnicomp.audit.gate.verdict import Fallen, Verdict, levers, notes, why
-from omnicomp.escapes import github_data, github_property, relative, split_source
-
-__all__ = ["to_annotations"]
+from omnicomp.audit.views.rows import missing
+from omnicomp.safety.escapes import github_data, github_property, relative, split_source
 
 # GitHub shows no more of one level in a step; the last one says how many there are.
 _SHOWN: Final = 10
@@ -32,12 +31,15 @@ def to_annotations(verdicts: Sequence[Verdict], root: str | os.PathLike[str]) ->
             if command not in seen:
                 seen.add(command)
                 found[level].append(command)
+        lacking = "error" if verdict.is_unfinished else "warning"
+        told = (github_data(_cut(line)) for line in missing(verdict.audit))
+        found[lacking] += [f"::{lacking} title=omnicomp::{each}" for each in told]
         for row in verdict.audit.mismatches:
             text = f"{row.id} did not run as planned: {row.difference}"
             found["warning"].append(f"::warning title=omnicomp::{github_data(_cut(text))}")
     found["warning"] += [f"::warning title=omnicomp::{github_data(_cut(note))}" for note in notes(verdicts)]
     for verdict in verdicts:
-        level = "error" if verdict.over else "notice"
+        level = "error" if verdict.failed else "notice"
         name = f"{verdict.name}: " if len(verdicts) > 1 else ""
         # Before the places, so that it is shown even if these are many.
         found[level].insert(0, f"::{level} title=omnicomp::{github_data(_cut(name + verdict.summary()))}")

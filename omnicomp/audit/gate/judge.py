@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from omnicomp.audit.diff.pairing import difference, paired_graphs
+from omnicomp.audit.diff.compare import difference, paired_graphs
 from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict
 from omnicomp.audit.model import Fallback, GraphAudit, Report, SubgraphAudit
 from omnicomp.options.acknowledged import Acknowledged
 from omnicomp.options.fallback_limits import FallbackBudget
-from omnicomp.options.selectors import selects
-
-__all__ = ["judge"]
+from omnicomp.options.placement_rules import selects
 
 # A subgraph names so many of its nodes that were refused; beyond that its operators tell.
 _NAMED: Final = 8
@@ -43,6 +41,7 @@ def judge(
     acknowledged: Acknowledged | None = None,
     baseline: Sequence[Report] | None = None,
     name: str = "",
+    allow_unfinished: bool = False,
 ) -> Verdict:
     """Judge a report.
 
@@ -52,6 +51,7 @@ def judge(
         acknowledged: what the project acknowledges.
         baseline: earlier reports: what is in one of them does not count. None to count all.
         name: of the report.
+        allow_unfinished: whether a report passes of which something has no end.
     """
     budget, acknowledged = budget or FallbackBudget(), acknowledged or Acknowledged()
     items = list(_items(audit))
@@ -78,9 +78,15 @@ def judge(
         basis=audit.share_basis,
         notes=(
             *acknowledged.problems,
+            *(
+                f"the baseline is unfinished, and may lack what falls back: {report.unfinished[0].sentence}"
+                for report in baseline or ()
+                if report.unfinished
+            ),
             *(f"the acknowledgement of {entry.selector} is about nothing in this report" for entry in unused),
         ),
         compared=baseline is not None,
+        allow_unfinished=allow_unfinished,
     )
 
 

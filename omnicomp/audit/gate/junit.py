@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 from omnicomp.audit.gate.verdict import STATES, Fallen, Verdict, levers, notes, why
 from omnicomp.audit.model import GraphAudit, SubgraphAudit
-from omnicomp.escapes import one_line, xml
-
-__all__ = ["to_junit"]
+from omnicomp.audit.views.rows import missing
+from omnicomp.safety.escapes import one_line, xml
 
 _LONGEST: Final = 10_000
 
@@ -18,7 +17,8 @@ def to_junit(verdicts: Sequence[Verdict]) -> str:
     """The verdicts as one file.
 
     A subgraph fails if what counts in it is over the budget, or if it did not run as planned; it is skipped if it was
-    given up with its graph, or was not called. The case `fallback budget` fails if and only if the report is over.
+    given up with its graph, or was not called. The case `fallback budget` fails if and only if the report is over, the
+    case `unfinished` if something has no end and that is not allowed; there is none where everything has one.
     """
     root = ElementTree.Element("testsuites", name="omnicomp")
     for verdict in verdicts:
@@ -36,14 +36,24 @@ def to_junit(verdicts: Sequence[Verdict]) -> str:
 
 
 def _budget(verdict: Verdict) -> ElementTree.Element:
-    case = ElementTree.Element(
-        "testcase", name="fallback budget", classname=_attribute(verdict.name or "omnicomp"), time="0"
-    )
+    case = _testcase("fallback budget", verdict.name or "omnicomp")
     if verdict.over:
         _add(case, "failure", verdict.summary(), map(_told, verdict.counted), "over the budget")
     else:
-        ElementTree.SubElement(case, "system-out").text = xml(one_line(verdict.summary()))
-    return _suite(verdict.name or "omnicomp", [case])
+        _say(case, [one_line(verdict.summary())])
+    return _suite(verdict.name or "omnicomp", [case, *_unfinished(verdict)])
+
+
+def _unfinished(verdict: Verdict) -> Iterable[ElementTree.Element]:
+    if not verdict.unfinished:
+        return
+    case = _testcase("unfinished", verdict.name or "omnicomp")
+    told = list(map(one_line, missing(verdict.audit)))
+    if verdict.is_unfinished:
+        _add(case, "failure", verdict.unfinished[0].sentence, told, "unfinished")
+    else:
+        _say(case, told)
+    yield case
 
 
 def _graph(verdict: Verdict, graph: GraphAudit) -> ElementTree.Element:
@@ -80,9 +90,7 @@ def _suite(name: str, cases: Sequence[ElementTree.Element]) -> ElementTree.Eleme
 
 def _case(verdict: Verdict, graph: GraphAudit, row: SubgraphAudit, items: Sequence[Fallen]) -> ElementTree.Element:
     classname = row.module or graph.module or graph.function.partition(" ")[0] or graph.id
-    case = ElementTree.Element(
-        "testcase", name=_attribute(row.id), classname=_attribute(classname), time=f"{row.seconds:.3f}"
-    )
+    case = _testcase(row.id, classname, f"{row.seconds:.3f}")
     counted = [item for item in items if item.state == "counts"]
     if row.mismatch:
         _add(case, "failure", f"did not run as planned: {row.difference}", map(_told, items), "mismatch")
@@ -92,19 +100,25 @@ def _case(verdict: Verdict, graph: GraphAudit, row: SubgraphAudit, items: Sequen
         _add(case, "skipped", "given up with its graph" if row.superseded else "not called", ())
     told = [one_line(f"planned for {row.planned or 'nothing'}, ran on {row.ran or 'nothing'}")]
     told += [_told(item) for item in items if not (item in counted and case.find("failure") is not None)]
-    ElementTree.SubElement(case, "system-out").text = xml("\n".join(told))[:_LONGEST]
+    _say(case, told)
     return case
 
 
 def _rest(verdict: Verdict, graph: GraphAudit, items: Sequence[Fallen]) -> ElementTree.Element:
-    case = ElementTree.Element(
-        "testcase", name=_attribute(f"{graph.id} operators"), classname=_attribute(graph.id), time="0"
-    )
+    case = _testcase(f"{graph.id} operators", graph.id)
     counted = [item for item in items if item.state == "counts"]
     if counted and verdict.over:
         _add(case, "failure", f"operators of {graph.id} run eager", map(_told, counted), "fallback")
-    ElementTree.SubElement(case, "system-out").text = xml("\n".join(map(_told, items)))[:_LONGEST]
+    _say(case, map(_told, items))
     return case
+
+
+def _testcase(name: str, classname: str, seconds: str = "0") -> ElementTree.Element:
+    return ElementTree.Element("testcase", name=_attribute(name), classname=_attribute(classname), time=seconds)
+
+
+def _say(case: ElementTree.Element, told: Iterable[str]) -> None:
+    ElementTree.SubElement(case, "system-out").text = xml("\n".join(told))[:_LONGEST]
 
 
 def _told(item: Fallen) -> str:

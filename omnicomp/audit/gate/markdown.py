@@ -4,10 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from omnicomp.audit.gate.verdict import STATES, Line, Verdict, bounds, levers, lines, notes, why
-from omnicomp.audit.views.rows import percent, plural, short_source, summary
-from omnicomp.escapes import code, markdown
-
-__all__ = ["to_markdown"]
+from omnicomp.audit.views.rows import missing, percent, plural, short_source, summary
+from omnicomp.safety.escapes import code, markdown
 
 # A comment on GitHub has room for 65536 characters.
 _ROWS: Final = 20
@@ -24,8 +22,9 @@ def to_markdown(verdicts: Sequence[Verdict]) -> str:
         text = _within_room(found)
         if text is not None:
             return text
-    over = sum(verdict.over for verdict in verdicts)
-    return f"**omnicomp:** {over} of {len(verdicts)} reports are over the fallback budget.\n"
+    over, ended = (sum(found) for found in zip(*((v.over, not v.is_unfinished) for v in verdicts), strict=True))
+    unfinished = f", and {len(verdicts) - ended} unfinished" if ended < len(verdicts) else ""
+    return f"**omnicomp:** {over} of {len(verdicts)} reports are over the fallback budget{unfinished}.\n"
 
 
 def _within_room(found: Iterator[str]) -> str | None:
@@ -51,12 +50,14 @@ def _all(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 def _headline(verdict: Verdict, *, named: bool) -> str:
     name = f" {code(verdict.name)}" if named and verdict.name else ""
-    head = "over the fallback budget" if verdict.over else "within the fallback budget"
-    return f"**omnicomp:{name} {head}:** {markdown(', '.join(bounds(verdict)))}"
+    return f"**omnicomp:{name} {verdict.headline}:** {markdown(', '.join(bounds(verdict)))}"
 
 
 def _one(verdict: Verdict, *, named: bool) -> Iterator[str]:
     yield from (_headline(verdict, named=named), "")
+    lacking = missing(verdict.audit)
+    yield from (f"- {_cut(line)}" for line in lacking)
+    yield from ("",) if lacking else ()
     counted = lines(verdict.counted)
     if counted:
         yield from ("| runs eager | where | why | to change this |", "|---|---|---|---|")
@@ -106,7 +107,7 @@ def _shares(verdict: Verdict) -> Iterator[str]:
 
 def _lowerings(verdict: Verdict) -> list[str]:
     found = {name: None for shares in verdict.audit.shares_by.values() for name in shares}
-    return [name for name in found][:_ROWS]
+    return list(found)[:_ROWS]
 
 
 def _folded(title: str, body: Iterable[str]) -> Iterator[str]:

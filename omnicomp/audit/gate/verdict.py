@@ -1,32 +1,15 @@
 """The verdict on a report by a fallback budget: its data, and as text, JSON and an error message."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from omnicomp.audit.model import Report
+from omnicomp.audit.model import Report, Unfinished
 from omnicomp.audit.views.jsonform import encode
-from omnicomp.audit.views.rows import percent, plural, reason_text, short_source
-from omnicomp.escapes import json_text, one_line
+from omnicomp.audit.views.rows import missing, percent, plural, reason_text, short_source
 from omnicomp.options.fallback_limits import FallbackBudget
+from omnicomp.safety.escapes import json_text, one_line
 from omnicomp.timeline import Reason
-
-__all__ = [
-    "CHECK_SCHEMA",
-    "STATES",
-    "Fallen",
-    "Line",
-    "Verdict",
-    "bounds",
-    "levers",
-    "lines",
-    "message",
-    "notes",
-    "to_json",
-    "to_text",
-    "what_and_where",
-    "why",
-]
 
 STATES: Final[dict[str, str]] = {
     "counts": "counts against the budget",
@@ -89,6 +72,7 @@ class Verdict:
         basis: what the work is counted in, `flops` or `nodes`; `none` if it is not known.
         notes: what is wrong with the list of acknowledgements, and what of it is about nothing here.
         compared: whether only what a baseline does not have counts.
+        allow_unfinished: whether a report passes of which something has no end.
     """
 
     name: str
@@ -100,6 +84,29 @@ class Verdict:
     basis: str = "none"
     notes: tuple[str, ...] = ()
     compared: bool = False
+    allow_unfinished: bool = False
+
+    @property
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """What began and has no end, whether or not that is allowed."""
+        return self.audit.unfinished
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over the budget, or unfinished where that is not allowed."""
+        return self.over or self.is_unfinished
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether something has no end, and that is not allowed."""
+        return bool(self.unfinished) and not self.allow_unfinished
+
+    @property
+    def headline(self) -> str:
+        """`over the fallback budget`, `unfinished, and within the fallback budget`, …."""
+        head = "over the fallback budget" if self.over else "within the fallback budget"
+        allowed = " (allowed)" if self.allow_unfinished else ""
+        return f"unfinished{allowed}, and {head} so far" if self.unfinished else head
 
     @property
     def counted(self) -> tuple[Fallen, ...]:
@@ -123,14 +130,13 @@ class Verdict:
 
     def summary(self) -> str:
         """One line."""
-        head = "over the fallback budget" if self.over else "within the fallback budget"
         counts: dict[str, int] = {}
         for item in self.fallen:
             if item.state != "counts":
                 counts[item.state] = counts.get(item.state, 0) + item.nodes
         rest = [f"{count} {state}" for state, count in counts.items()]
         told = (*bounds(self), *rest) if self.audit.graphs else ("no graph was compiled",)
-        return f"omni: {head}: {', '.join(told)}"
+        return f"omni: {self.headline}: {', '.join(told)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that `docs/audit.md` describes, as plain dictionaries and lists."""
@@ -141,6 +147,9 @@ class Verdict:
             "over": self.over,
             "over_nodes": self.over_nodes,
             "over_share": self.over_share,
+            "failed": self.failed,
+            "allow_unfinished": self.allow_unfinished,
+            "unfinished": encode(self.unfinished),
             "compared": self.compared,
             "budget": encode(self.budget),
             "nodes": self.nodes,
@@ -257,24 +266,34 @@ def message(verdict: Verdict, graph: str) -> str:
     return "\n".join([one_line(head), *body, *more, last])
 
 
+def _of_one(verdict: Verdict) -> Iterator[str]:
+    yield one_line(verdict.summary())
+    yield from (f"  - {one_line(line)}" for line in missing(verdict.audit))
+    found = lines(verdict.fallen)
+    for line in found[:_IN_TEXT]:
+        if line.first.state == "counts":
+            # Indented alone, a name such as `::error::` would be a command to GitHub, which trims lines.
+            yield f"  - {one_line(_line(line))}"
+            continue
+        because = f": {line.first.why}" if line.first.why else ""
+        yield one_line(f"  - {line.first.state}: {what_and_where(line)} ({STATES[line.first.state]}{because})")
+    if len(found) > _IN_TEXT:
+        yield f"  - and {plural(len(found) - _IN_TEXT, 'more line')}; the format json has them all"
+
+
 def to_text(verdicts: Sequence[Verdict]) -> str:
-    """Plain text: for each report a line, what counts, what does not, and what is wrong with the acknowledgements."""
-    text: list[str] = []
+    """Plain text: for each report a line, what counts, what does not, and what is wrong with the acknowledgements.
+
+    Reports that say the same are told of once, with the name of the first.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
     for verdict in verdicts:
-        head = one_line(verdict.summary())
-        text.append(f"{one_line(verdict.name)}: {head}" if len(verdicts) > 1 else head)
-        found = lines(verdict.fallen)
-        for line in found[:_IN_TEXT]:
-            if line.first.state == "counts":
-                # Indented alone, a name such as `::error::` would be a command to GitHub, which trims lines.
-                text.append(f"  - {one_line(_line(line))}")
-                continue
-            because = f": {line.first.why}" if line.first.why else ""
-            text.append(
-                one_line(f"  - {line.first.state}: {what_and_where(line)} ({STATES[line.first.state]}{because})")
-            )
-        if len(found) > _IN_TEXT:
-            text.append(f"  - and {plural(len(found) - _IN_TEXT, 'more line')}; the format json has them all")
+        alike.setdefault(tuple(_of_one(verdict)), []).append(one_line(verdict.name))
+    text: list[str] = []
+    for (head, *rest), names in alike.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text.append(f"{names[0]}{more}: {head}" if len(verdicts) > 1 else head)
+        text += rest
     text += [f"note: {one_line(note)}" for note in notes(verdicts)]
     return "\n".join(text) + "\n"
 
@@ -291,7 +310,13 @@ def what_and_where(line: Line) -> str:
 
 
 def to_json(verdicts: Sequence[Verdict]) -> str:
-    """The JSON form: whether any report is over the budget, and the verdicts."""
+    """The JSON form: whether any report is over the budget, or unfinished, and the verdicts."""
     over = any(verdict.over for verdict in verdicts)
-    data = {"schema": CHECK_SCHEMA, "over": over, "verdicts": [verdict.to_dict() for verdict in verdicts]}
+    unfinished = any(verdict.is_unfinished for verdict in verdicts)
+    data = {
+        "schema": CHECK_SCHEMA,
+        "over": over,
+        "unfinished": unfinished,
+        "verdicts": [verdict.to_dict() for verdict in verdicts],
+    }
     return json_text(data) + "\n"

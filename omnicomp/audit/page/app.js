@@ -7,8 +7,7 @@ const App = {
 
   start() {
     this.tabs = VIEWS.filter((view) => view.present());
-    this.defaults = { tab: FALLBACKS.length && ROWS.length ? "reasons" : this.tabs[0].id, by: DATA.basis };
-    if (ROWS.length) this.defaults.tab = "subgraphs";
+    this.defaults = { tab: this.tabs[0].id, by: DATA.basis };
     const app = document.getElementById("app");
     this.panel = el("div", { id: "panel", role: "tabpanel", tabindex: -1 });
     this.aside = el("aside", { id: "detail", "aria-label": "Details", hidden: true });

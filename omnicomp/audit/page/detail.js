@@ -120,7 +120,7 @@ function steps(row) {
         "li",
         {},
         badge(from),
-        " gave way to ",
+        " retreated to ",
         badge(to),
         row.attempts.some((attempt) => attempt[3] === why) ? "" : reasonBlock(REASONS[why]),
       ),
@@ -238,7 +238,7 @@ const DETAILS = {
       row ? [el("h3", {}, "What happened to its subgraph"), steps(row)] : "",
     ];
   },
-  fallback(item) {
+  finding(item) {
     return [
       el("p", {}, item.lowering ? badge(item.lowering) : "", item.count > 1 ? ` ${item.count} places` : ""),
       excerpt(item.where),
@@ -248,36 +248,21 @@ const DETAILS = {
       el(
         "ul",
         {},
-        item.targets
-          .slice(0, 40)
-          .map((t) =>
-            el(
-              "li",
-              {},
-              goto(t.id, t.node ? `${t.node} in ${t.subgraph || t.part}` : t.subgraph || t.id),
-              " ",
-              t.module ? code(t.module) : "",
-            ),
-          ),
+        item.targets.slice(0, 40).map((id) => el("li", {}, goto(id))),
       ),
       item.targets.length > 40 ? el("p", { class: "dim" }, `and ${item.targets.length - 40} more`) : "",
     ];
   },
   whole(item) {
     return [
-      el("p", {}, badge(item.from), item.to ? [" gave way to ", badge(item.to)] : " failed"),
+      el("p", {}, badge(item.from), item.to ? [" retreated to ", badge(item.to)] : " failed"),
       item.why.map((r) => reasonBlock(r)),
       item.why.map((r) => excerpt(r.source)),
     ];
   },
   site(site) {
     return [
-      el(
-        "p",
-        {},
-        BREAKS.includes(site) ? "broken off by " : site.missed ? "left alone by " : "rewritten by ",
-        code(site.pass),
-      ),
+      el("p", {}, site.missed ? "near miss of " : "rewritten by ", code(site.pass)),
       facts([
         ["kind", site.what],
         ["module", code(site.module)],
@@ -374,7 +359,7 @@ const DETAILS = {
 const TITLES = {
   row: (item) => item.id,
   node: (item) => item.node,
-  fallback: (item) => item.what,
+  finding: (item) => item.what,
   whole: (item) => item.subgraph,
   site: (item) => `${item.what} at ${item.node}`,
   pass: (item) => item.name,

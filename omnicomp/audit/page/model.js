@@ -130,60 +130,27 @@ const SITES = DATA.sites.map(([g, pass, kind, node, source, module, target, deta
   hay: hay(pass, kind, node, source, module, target, detail),
 }));
 
-const BREAKS = SITES.filter((site) => site.missed && site.why[0].code === "graph_break");
+const PLACES = SITES.filter((site) => !(site.missed && site.why[0].code === "graph_break"));
 
-// One line for each operator, subgraph or graph that is not where it might be; equal ones are one line with a count.
-const FALLBACKS = (() => {
-  const found = new Map();
-  const add = (what, where, lowering, graph, why, hays, target) => {
-    const key = JSON.stringify([
-      what.replace(/\d+/g, "#"),
-      lowering,
-      why.map((r) => [r.code, r.sentence, r.observed, r.by]),
-    ]);
-    const same = found.get(key);
-    if (same) {
-      same.count += 1;
-      same.hay += ` ${hays}`;
-      same.targets.push(target);
-      same.graphs.add(graph);
-      return;
-    }
-    found.set(key, {
-      kind: "fallback",
-      what,
-      where,
-      lowering,
-      graph,
-      graphs: new Set([graph]),
-      why,
-      hay: hays,
-      count: 1,
-      targets: [target],
-      id: `fallback:${found.size}`,
-    });
+// One line for each cause of something that is not as it might be, as the text report has them.
+const FINDINGS = DATA.findings.map(([cause, what, count, where, lowering, why, targets, graphs], index) => {
+  const reasons = why.map((number) => REASONS[number]);
+  return {
+    kind: "finding",
+    index,
+    id: `finding:${index}`,
+    cause,
+    what,
+    where,
+    lowering,
+    graph: graphs[0],
+    graphs: new Set(graphs),
+    why: reasons,
+    count,
+    targets,
+    hay: hay(what, where, lowering, targets, reasons.map(reasonText)),
   };
-  for (const node of NODES) {
-    add(`${node.op} on ${node.lowering}`, node.source, node.lowering, node.graph, node.why, node.hay, node);
-  }
-  const explained = new Set(NODES.map((node) => node.subgraph).filter(Boolean));
-  for (const row of ROWS) {
-    const own = row.retreats.length || row.difference || !explained.has(row.id);
-    if ((row.why.length || row.difference) && own) {
-      const what = row.difference ? `subgraph ${row.id}: ${row.difference}` : `subgraph ${row.id} on ${row.lowering}`;
-      add(what, row.sources[0] || "", row.lowering, row.graph, row.why, row.hay, row);
-    }
-  }
-  for (const each of WHOLE) {
-    const what = each.to
-      ? `${each.subgraph}: ${each.from} gave way to ${each.to}`
-      : `${each.subgraph}: ${each.from} failed`;
-    add(what, (each.why[0] || {}).source || "", each.lowering, each.graph, each.why, each.hay, each);
-  }
-  for (const site of BREAKS)
-    add(`${site.graph} is broken off by ${site.pass}`, site.source, "", site.graph, site.why, site.hay, site);
-  return [...found.values()];
-})();
+});
 
 const PASSES = DATA.passes.map(([g, name, result, rewrites, seconds, diff, note], index) => ({
   kind: "pass",
@@ -324,7 +291,7 @@ const SETTINGS = GRAPHS.flatMap((graph) =>
 );
 
 const ITEMS = new Map(
-  [ROWS, NODES, FALLBACKS, WHOLE, SITES, PASSES, MERGES, BOUNDARIES, CANDIDATES, GUESSES, CACHES, SETTINGS].flatMap(
+  [ROWS, NODES, FINDINGS, WHOLE, SITES, PASSES, MERGES, BOUNDARIES, CANDIDATES, GUESSES, CACHES, SETTINGS].flatMap(
     (items) => items.map((item) => [item.id, item]),
   ),
 );

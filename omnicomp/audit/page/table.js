@@ -5,8 +5,10 @@ const LINE = 34;
 const BEYOND = 8;
 
 class VirtualTable {
-  // columns: {title, width, cell(item) -> node or text, sort(item) -> value, number}
-  constructor({ label, columns, onSelect, onToggle }) {
+  // columns: {title, width, cell(item) -> node or text, sort(item) -> value, number, wide: left out on a narrow screen}
+  constructor({ label, columns: all, onSelect, onToggle }) {
+    const narrow = window.matchMedia("(max-width: 700px)").matches;
+    const columns = all.filter((column) => !narrow || !column.wide);
     this.columns = columns;
     this.onSelect = onSelect;
     this.onToggle = onToggle;
@@ -36,7 +38,7 @@ class VirtualTable {
     this.scroller = el(
       "div",
       {
-        class: "vtable",
+        class: columns.length < all.length ? "vtable few" : "vtable",
         role: "grid",
         tabindex: 0,
         "aria-label": label,

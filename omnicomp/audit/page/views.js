@@ -51,7 +51,13 @@ tableView({
       sort: (r) => r.index,
       cell: (r) => (r.parent ? ["↳ ", code(r.id.split("/").pop())] : code(r.id)),
     },
-    { title: "planned", width: "minmax(92px, .8fr)", sort: (r) => r.planned, cell: (r) => badge(r.planned) },
+    {
+      title: "planned",
+      wide: true,
+      width: "minmax(92px, .8fr)",
+      sort: (r) => r.planned,
+      cell: (r) => badge(r.planned),
+    },
     {
       title: "ran",
       width: "minmax(92px, .8fr)",
@@ -61,38 +67,61 @@ tableView({
         r.state ? el("span", { class: r.difference ? "error" : "dim" }, ` ${r.state}`) : "",
       ],
     },
-    { title: "share", width: "120px", number: true, sort: (r) => ofShare(r) || 0, cell: meter },
-    { title: "operators", width: "84px", number: true, sort: (r) => r.nodes, cell: (r) => grouped(r.nodes) },
-    { title: "module", width: "minmax(120px, 1.3fr)", sort: (r) => r.at, cell: (r) => r.at },
-    { title: "what", width: "minmax(160px, 2fr)", cell: (r) => r.what },
-    { title: "call", width: "76px", number: true, sort: (r) => r.timing[1] || 0, cell: (r) => duration(r.timing[1]) },
-    { title: "build", width: "76px", number: true, sort: (r) => r.build, cell: (r) => duration(r.build) },
+    { title: "share", width: "minmax(64px, 120px)", number: true, sort: (r) => ofShare(r) || 0, cell: meter },
+    {
+      title: "operators",
+      wide: true,
+      width: "84px",
+      number: true,
+      sort: (r) => r.nodes,
+      cell: (r) => grouped(r.nodes),
+    },
+    { title: "module", wide: true, width: "minmax(120px, 1.3fr)", sort: (r) => r.at, cell: (r) => r.at },
+    { title: "what", wide: true, width: "minmax(160px, 2fr)", cell: (r) => r.what },
+    {
+      title: "call",
+      wide: true,
+      width: "76px",
+      number: true,
+      sort: (r) => r.timing[1] || 0,
+      cell: (r) => duration(r.timing[1]),
+    },
+    { title: "build", wide: true, width: "76px", number: true, sort: (r) => r.build, cell: (r) => duration(r.build) },
   ],
 });
 
 tableView({
   id: "reasons",
-  title: "Reasons",
-  items: FALLBACKS,
+  title: "Findings",
+  items: FINDINGS,
   tones: true,
-  note: "What is not on the first lowering that could have taken it, and why; equal places are one line.",
+  note: "What can be changed, the most urgent first; equal causes of several places are one line.",
   columns: [
-    { title: "what", width: "minmax(220px, 2fr)", sort: (f) => f.what, cell: (f) => code(f.what) },
+    { title: "what", width: "minmax(220px, 2fr)", sort: (f) => f.what, cell: (f) => f.what },
     { title: "places", width: "70px", number: true, sort: (f) => f.count, cell: (f) => String(f.count) },
-    { title: "where", width: "minmax(110px, 1fr)", sort: (f) => f.where, cell: (f) => shortSource(f.where) },
+    {
+      title: "where",
+      wide: true,
+      width: "minmax(110px, 1fr)",
+      sort: (f) => f.where,
+      cell: (f) => shortSource(f.where),
+    },
     {
       title: "why",
+      wide: true,
       width: "minmax(220px, 2.6fr)",
       cell: (f) => f.why.map((r) => `${r.by ? `${r.by}: ` : ""}${r.sentence}`).join("; ") || "no reason was recorded",
     },
     {
       title: "code",
+      wide: true,
       width: "minmax(120px, .9fr)",
       sort: (f) => (f.why[f.why.length - 1] || {}).code || "",
       cell: (f) => [...new Set(f.why.map((r) => r.code))].join(", "),
     },
     {
       title: "to change this",
+      wide: true,
       width: "minmax(160px, 2fr)",
       cell: (f) => [...new Set(f.why.map((r) => r.lever).filter(Boolean))].join("; "),
     },
@@ -116,29 +145,44 @@ VIEWS.push({
   build: () => timeView(),
 });
 
-const PLACES = SITES.filter((site) => !BREAKS.includes(site));
+const places = (id, title, items, tally) =>
+  tableView({
+    id,
+    title,
+    items,
+    tally,
+    note: "Places that a pass rewrote, and near misses: candidates that it left as they were.",
+    columns: [
+      {
+        title: "verdict",
+        width: "100px",
+        sort: (s) => (s.missed ? 0 : 1),
+        cell: (s) => el("b", { class: s.missed ? "warn" : "good" }, s.missed ? "near miss" : "rewritten"),
+      },
+      { title: "pass", wide: true, width: "minmax(110px, 1fr)", sort: (s) => s.pass, cell: (s) => code(s.pass) },
+      { title: "node", wide: true, width: "minmax(90px, .8fr)", sort: (s) => s.node, cell: (s) => code(s.node) },
+      { title: "module", wide: true, width: "minmax(110px, 1.2fr)", sort: (s) => s.module, cell: (s) => s.module },
+      { title: "where", width: "minmax(100px, .9fr)", sort: (s) => s.source, cell: (s) => shortSource(s.source) },
+      {
+        title: "detail",
+        wide: true,
+        width: "minmax(220px, 3fr)",
+        cell: (s) => (s.target ? `${s.target}: ${s.detail}` : s.detail),
+      },
+    ],
+  });
 
-tableView({
-  id: "sites",
-  title: "Rewrites",
-  items: PLACES,
-  tally: () => `${PLACES.filter((s) => !s.missed).length} of ${PLACES.length}`,
-  note: "Places that a pass rewrote, and candidates that it left alone: near misses.",
-  columns: [
-    {
-      title: "verdict",
-      width: "100px",
-      sort: (s) => (s.missed ? 0 : 1),
-      cell: (s) =>
-        el("span", { class: `badge ${s.missed ? "eager" : "inductor"}` }, s.missed ? "left alone" : "rewritten"),
-    },
-    { title: "pass", width: "minmax(110px, 1fr)", sort: (s) => s.pass, cell: (s) => code(s.pass) },
-    { title: "node", width: "minmax(90px, .8fr)", sort: (s) => s.node, cell: (s) => code(s.node) },
-    { title: "module", width: "minmax(110px, 1.2fr)", sort: (s) => s.module, cell: (s) => s.module },
-    { title: "where", width: "minmax(100px, .9fr)", sort: (s) => s.source, cell: (s) => shortSource(s.source) },
-    { title: "detail", width: "minmax(220px, 3fr)", cell: (s) => (s.target ? `${s.target}: ${s.detail}` : s.detail) },
-  ],
-});
+places(
+  "sites",
+  "Attention",
+  PLACES.filter((site) => site.what === "attention"),
+  () => DATA.attention,
+);
+places(
+  "rewrites",
+  "Rewrites",
+  PLACES.filter((site) => site.what !== "attention"),
+);
 
 tableView({
   id: "passes",
@@ -235,6 +279,7 @@ tableView({
   id: "options",
   title: "Options",
   items: SETTINGS,
+  tally: () => new Set(SETTINGS.map((setting) => setting.key)).size,
   columns: [
     { title: "graph", width: "80px", sort: (s) => s.graph, cell: (s) => code(s.graph) },
     { title: "option", width: "minmax(120px, 1fr)", sort: (s) => s.key, cell: (s) => code(s.key) },
@@ -294,6 +339,7 @@ VIEWS.push({
         ["ranks", DATA.facts.ranks.join(", ")],
         ["events", grouped(DATA.facts.events)],
         ["torn lines left out", DATA.facts["torn lines"]],
+        ["missing", DATA.facts.missing.join("; ")],
       ]),
       GRAPHS.map((graph) =>
         el(

@@ -11,9 +11,20 @@ from importlib.resources import files
 from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
-from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, Environment, Fallback, GraphAudit, Report
+from omnicomp.audit.model import (
+    AUDIT_SCHEMA,
+    SHARE_BASES,
+    Environment,
+    Fallback,
+    GraphAudit,
+    ProcessAudit,
+    Report,
+    Unfinished,
+)
 from omnicomp.audit.views.jsonform import keys
-from omnicomp.timeline import CODES, Reason
+from omnicomp.timeline import CODES, Artefacts, Reason
+from omnicomp.timeline.files import Unread
+from omnicomp.timeline.levels import ModuleLevels
 
 __all__ = ["FILE", "generate", "load"]
 
@@ -41,6 +52,22 @@ def generate(*, strict: bool = False) -> dict[str, Any]:
         "events": {**_COUNT, "description": "number of events that it was made from"},
         "skipped": {**_COUNT, "description": _documented(Report)["skipped"]},
         "left_out": {**_COUNT, "description": _documented(Report)["left_out"]},
+        "unread": {"type": "array", "items": _type(Unread, defs, strict), "description": _documented(Report)["unread"]},
+        "unfinished": {
+            "type": "array",
+            "description": "what began, and has no end",
+            "items": _type(Unfinished, defs, strict),
+        },
+        "processes": {
+            "type": "array",
+            "description": _documented(Report)["processes"],
+            "items": _type(ProcessAudit, defs, strict),
+        },
+        "artefacts": {
+            "type": "array",
+            "description": _documented(Report)["artefacts"],
+            "items": _type(Artefacts, defs, strict),
+        },
         "share_basis": {"enum": list(SHARE_BASES), "description": _documented(Report)["share_basis"]},
         "shares": {**_SHARES, "description": "share of the work by lowering"},
         "shares_by": {
@@ -54,7 +81,7 @@ def generate(*, strict: bool = False) -> dict[str, Any]:
         "attention": {
             "type": "object",
             "description": "numbers of sites",
-            "properties": {"fused": _COUNT, "near_misses": _COUNT},
+            "properties": {"fused": _COUNT, "near_misses": _COUNT, "called": _COUNT},
             "required": ["fused", "near_misses"],
         },
         "mismatches": {
@@ -63,6 +90,11 @@ def generate(*, strict: bool = False) -> dict[str, Any]:
             "items": {"type": "string"},
         },
         "fallbacks": {"type": "array", "items": _type(Fallback, defs, strict)},
+        "backend_timeline": {
+            "type": "array",
+            "description": inspect.getdoc(Report.backend_timeline) or "",
+            "items": _type(ModuleLevels, defs, strict),
+        },
         "graphs": {"type": "array", "items": _type(GraphAudit, defs, strict)},
     }
     required = list(properties) if strict else ["schema", "graphs"]

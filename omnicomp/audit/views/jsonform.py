@@ -15,14 +15,22 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
-from omnicomp.audit.model import AUDIT_SCHEMA, SHARE_BASES, GraphAudit, Merge, PartAudit, Report, SubgraphAudit, TimeUse
+from omnicomp.audit.model import (
+    AUDIT_SCHEMA,
+    SHARE_BASES,
+    GraphAudit,
+    Merge,
+    PartAudit,
+    ProcessAudit,
+    Report,
+    SubgraphAudit,
+    TimeUse,
+)
 from omnicomp.audit.views.rows import summary
 from omnicomp.errors import ReportError
-from omnicomp.escapes import json_text
-from omnicomp.timeline import Event, Reason
-from omnicomp.timeline.files import check_numbers
-
-__all__ = ["Key", "decode", "encode", "from_dict", "from_json", "keys", "stable", "to_dict", "to_json"]
+from omnicomp.safety.escapes import json_text
+from omnicomp.timeline import Artefacts, Event, Reason
+from omnicomp.timeline.files import Unread, check_numbers
 
 _DERIVED: Final[dict[type, tuple[str, ...]]] = {
     GraphAudit: ("compile_seconds",),
@@ -45,15 +53,7 @@ Said = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of the objects that stand for a dataclass.
-
-    Attributes:
-        name: the key.
-        hint: type of its value.
-        derived: whether it is computed from the others.
-        placed: whether it is left out where the object's place says it.
-        required: whether it must be there.
-    """
+    """A key of the objects that stand for a dataclass."""
 
     name: str
     hint: Any
@@ -79,13 +79,7 @@ def keys(cls: type) -> tuple[Key, ...]:
 
 
 def encode(value: Any, said: frozenset[str] = frozenset(), depth: int = 0) -> Any:
-    """A part of the report as JSON types.
-
-    Args:
-        value: a dataclass of the report, a container of such, or a plain value.
-        said: the keys that the place of the value says already.
-        depth: how many containers the value is inside of.
-    """
+    """A part of the report as JSON types."""
     if depth > _DEEPEST:
         return "…"
     if isinstance(value, Reason):
@@ -109,12 +103,6 @@ def encode(value: Any, said: frozenset[str] = frozenset(), depth: int = 0) -> An
 
 def decode(hint: Any, data: Any, where: str, said: Said | None = None) -> Any:
     """The inverse of `encode`.
-
-    Args:
-        hint: type of the value.
-        data: JSON types.
-        where: path of the value in the report, for the error.
-        said: what the place of the value says, by key.
 
     Raises:
         ReportError: the data is not of that type; the message names the place.
@@ -174,6 +162,7 @@ def _kind(data: Any, kinds: Any, where: str) -> Any:
 _VOLATILE: Final = frozenset(
     {"seconds", "artefact", "evidence", "caches", "calibrations", "events", "verifications", "time", "timing", "memory"}
     | {"stages", "compile_seconds", "candidates", "pid", "rank", "ranks", "processes", "skipped"}
+    | {"run", "last", "unread", "unfinished", "background", "artefacts"}
 )
 _CACHE_PATH: Final = re.compile(r"\S*torchinductor_\S*")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
@@ -193,13 +182,22 @@ def to_dict(audit: Report) -> dict[str, Any]:
         "events": audit.events,
         "skipped": audit.skipped,
         "left_out": audit.left_out,
+        "unread": encode(audit.unread),
+        "unfinished": encode(audit.unfinished),
+        "processes": encode(audit.processes),
+        "artefacts": encode(audit.artefacts),
         "share_basis": audit.share_basis,
         "shares": audit.shares,
         "shares_by": audit.shares_by,
         "environment": encode(audit.environment),
-        "attention": {"fused": len(sites.fused), "near_misses": len(sites.near_misses)},
+        "attention": {
+            "fused": len(sites.fused),
+            "near_misses": len(sites.near_misses),
+            "called": len(sites.called),
+        },
         "mismatches": [row.id for row in audit.mismatches],
         "fallbacks": encode(audit.fallbacks),
+        "backend_timeline": encode(audit.backend_timeline),
         "graphs": encode(audit.graphs),
     }
 
@@ -236,6 +234,9 @@ def from_dict(data: Any, name: str = "the report") -> Report:
             share_basis=_basis(data.get("share_basis", "none")),
             skipped=decode(int, data.get("skipped", 0), "skipped"),
             left_out=decode(int, data.get("left_out", 0), "left_out"),
+            processes=decode(tuple[ProcessAudit, ...], data.get("processes", []), "processes"),
+            unread=decode(tuple[Unread, ...], data.get("unread", []), "unread"),
+            artefacts=decode(tuple[Artefacts, ...], data.get("artefacts", []), "artefacts"),
         )
     except ReportError as error:
         raise ReportError(f"{name} is no report ({error}); give what omnicomp audit --format json wrote") from None

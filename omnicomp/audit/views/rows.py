@@ -1,84 +1,36 @@
 """The words, numbers and cells that all views of a report share, and the report in one line."""
 
-import dataclasses
-import io
-from collections.abc import Collection, Iterator
 from typing import Final
 
-from rich.box import ASCII_DOUBLE_HEAD
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from omnicomp.audit.model import Fallback, GraphAudit, Report, Sites, SubgraphAudit
+from omnicomp.safety.escapes import one_line
+from omnicomp.timeline import (
+    Background,
+    Cache,
+    Calibration,
+    Certified,
+    NearMiss,
+    PassRun,
+    Reason,
+    Retreat,
+    Rewrite,
+    Speculation,
+)
 
-from omnicomp.audit.model import Fallback, GraphAudit, Report, SubgraphAudit
-from omnicomp.escapes import one_line, printable
-from omnicomp.timeline import Cache, Calibration, NearMiss, PassRun, Reason, Retreat, Speculation
-
-__all__ = [
-    "NOTHING",
-    "ReasonRow",
-    "basis_note",
-    "cache_note",
-    "calibration",
-    "cell",
-    "counts",
-    "duration",
-    "graph_breaks",
-    "graph_line",
-    "near_miss_text",
-    "node_diff",
-    "pass_result",
-    "percent",
-    "plain",
-    "plural",
-    "printable",
-    "reason_rows",
-    "reason_text",
-    "short_source",
-    "speculation",
-    "status",
-    "step_of",
-    "summary",
-    "table",
-    "to_line",
-    "what",
-    "with_lever",
-]
-
+_MISSING: Final = 8
 NOTHING = "omni: nothing was compiled yet; call the compiled function first"
 
 
-def plain(*renderables: RenderableType, width: int = 120) -> str:
-    """Text without colours or trailing blanks, for files and pipes."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, no_color=True, force_terminal=False, legacy_windows=False)
-    console.print(*renderables, sep="\n", highlight=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
-
-
-def cell(value: object, style: str = "") -> Text:
-    """Text that shows markup and control characters instead of obeying them."""
-    return Text(printable(value), style=style)
-
-
-def table(title: str, *columns: str, right: Collection[str] = ()) -> Table:
-    """An empty table whose rules are ASCII: the same in a log file, a pager and a terminal without Unicode."""
-    found = Table(title=title, title_justify="left", title_style="bold", box=ASCII_DOUBLE_HEAD, expand=False)
-    for column in columns:
-        found.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return found
-
-
 def summary(audit: Report) -> str:
-    """One line: shares of the work, attention, retreats, and whether what ran is what was planned."""
+    """One line: what has no end, shares of the work, attention, retreats, and whether what ran is what was planned."""
     if not audit.events:
-        return NOTHING
+        return f"omni: {unfinished(audit)}; nothing was compiled yet" if audit.unfinished else NOTHING
     rows = [row for row in audit.subgraphs if not row.parent and not row.superseded]
     head = f"omni: {plural(len(audit.graphs), 'graph')}, {plural(len(rows), 'subgraph')}"
-    clauses = [_shares(audit)] if audit.subgraphs else ["nothing was built"]
+    clauses = [unfinished(audit), _shares(audit) if audit.subgraphs else "nothing was built"]
     sites = audit.sites
     if sites.total:
-        clauses.append(f"attention {len(sites.fused)} of {plural(sites.total, 'site')} fused")
+        clauses.append(f"attention {attention(sites)}")
     ineffective = [option.key for graph in audit.graphs for option in graph.ineffective]
     if ineffective:
         keys = ", ".join(dict.fromkeys(ineffective))
@@ -87,11 +39,34 @@ def summary(audit: Report) -> str:
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         clauses.append(f"{plural(len(broken), 'graph break')} ({short_source(broken[0])}{more})")
+    unread = sum(each.count for each in audit.unread)
+    if unread:
+        clauses.append(f"{plural(unread, 'line')} of the timeline left out")
     if audit.retreats:
         clauses.append(plural(len(audit.retreats), "retreat"))
+    clauses += [f"artefacts {each.state}: {each.path}" for each in audit.artefacts if each.state != "saved"]
     if audit.subgraphs:
         clauses.append(_verdict(audit))
     return f"{head}: {'; '.join(clause for clause in clauses if clause)}"
+
+
+def unfinished(audit: Report) -> str:
+    """`UNFINISHED: g1 was captured and never built, …`; empty if everything came to its end."""
+    found = [each.sentence for each in audit.unfinished]
+    more = [f"and {len(found) - 2} more"] if len(found) > 2 else []
+    return f"UNFINISHED: {', '.join((*found[:2], *more))}" if found else ""
+
+
+def missing(audit: Report) -> list[str]:
+    """What the report may lack, a line each: what has no end, and what was left out."""
+    found = audit.unfinished
+    lines = [
+        f"{each.sentence}{f' ({each.place})' if each.place else ''}"
+        f"{f'; the last that was recorded: {each.last}' if each.last else ''}"
+        for each in found[:_MISSING]
+    ]
+    lines += [f"and {len(found) - _MISSING} more without an end"] if len(found) > _MISSING else []
+    return [f"unfinished: {line}" for line in lines] + ([audit.gaps] if audit.gaps else [])
 
 
 def to_line(audit: Report) -> str:
@@ -151,30 +126,21 @@ def percent(share: float | None) -> str:
     return f"{100 * share:.1f} %"
 
 
+def attention(sites: Sites) -> str:
+    """How many sites are fused, of those that are written out or were bettered; and how many calls stay as they are."""
+    own = len(sites.fused) + len(sites.near_misses)
+    found = [f"{len(sites.fused)} of {plural(own, 'site')} fused"] if own else []
+    return ", ".join([*found, *([f"{plural(len(sites.called), 'site')} as called"] if sites.called else [])])
+
+
 def plural(count: int, noun: str) -> str:
-    """`1 graph`, `2 graphs`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """`1 graph`, `2 graphs`, `2 processes`."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def short_source(source: str) -> str:
     """`model.py:12` of `/home/me/model.py:12`."""
     return source.replace("\\", "/").rsplit("/", 1)[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReasonRow:
-    """A node or subgraph with its lowering, the first place where it is, why, and how many places are like it."""
-
-    what: str
-    source: str
-    reasons: tuple[Reason, ...]
-    count: int = 1
-
-    @property
-    def where(self) -> str:
-        """`model.py:12 and 3 more`."""
-        more = f"and {self.count - 1} more" if self.count > 1 else ""
-        return " ".join(piece for piece in (short_source(self.source), more) if piece)
 
 
 def counts(values: dict[str, int], limit: int = 4) -> str:
@@ -221,11 +187,20 @@ def what(row: SubgraphAudit) -> list[str]:
     lines = [counts(row.ops), ", ".join(where[:3]) + (f", {len(where) - 3} more" if len(where) > 3 else "")]
     if row.kernels:
         lines.append(f"kernels: {counts(row.kernels)}")
-    if row.ran is not None and row.ran not in _TORCHS_OWN and not row.mismatch:
-        lines.append(row.evidence)
+    lines += proof(row)
+    if row.left_whole is not None:
+        lines.append(f"no repeated regions: {row.left_whole.sentence}")
     if not row.flops.lstrip("-").isdigit() and 0 < len(row.flops) <= 80:
         lines.append(f"FLOPs: {row.flops}")
     return [line for line in lines if line]
+
+
+def proof(row: SubgraphAudit) -> list[str]:
+    """What another compiler than torch's made of a row, how far its results were from eager's, and what was shared."""
+    lines = [f"{where}: built once, called {calls} times" for where, calls in row.repeats.items()]
+    if row.ran is None or row.ran in _TORCHS_OWN or row.mismatch or not row.evidence:
+        return lines
+    return [row.evidence, *lines]
 
 
 def graph_line(graph: GraphAudit) -> str:
@@ -238,11 +213,31 @@ def graph_line(graph: GraphAudit) -> str:
         "training" if graph.training else "",
         "dynamic shapes" if graph.dynamic else "",
         plural(graph.nodes, "operator"),
+        background(graph.background) if graph.background else "",
         *(calibration(event) for event in graph.calibrations),
         *(f"copies of weights {(copy.bytes + copy.shared) / 2**20:.1f} MiB" for copy in graph.weights),
     ]
     title = f"{graph.id} {graph.function}".rstrip()
     return f"{title}: {', '.join(fact for fact in facts if fact)}"
+
+
+_BUILDS: Final = {
+    "started": "being built in the background",
+    "eager": "being built in the background",
+    "swapped": "built in the background",
+    "failed": "not built in the background",
+    "foreground": "built in the foreground",
+    "improving": "built in the background",
+    "improved": "built in the background, and once more for speed",
+    "kept": "built in the background",
+}
+
+
+def background(event: Background) -> str:
+    """How a graph was built for the option `background`: `built in the background after 12 eager calls in 3.1 s`."""
+    text = _BUILDS.get(event.state, event.state)
+    calls = f" after {plural(event.calls, 'eager call')} in {duration(event.seconds)}" if event.calls else ""
+    return text + calls
 
 
 def calibration(event: Calibration) -> str:
@@ -264,53 +259,21 @@ def reason_text(reason: Reason) -> str:
     return f"{reason.sentence} ({inside})" if inside else reason.sentence
 
 
-def reason_rows(audit: Report) -> list[ReasonRow]:
-    """Rows for everything that has reasons; equal ones of several places are one, with a count."""
-    grouped: dict[object, ReasonRow] = {}
-    for row in _reason_rows(audit):
-        key = (row.what, tuple(_without_place(reason) for reason in row.reasons))
-        same = grouped.get(key)
-        grouped[key] = row if same is None else dataclasses.replace(same, count=same.count + 1)
-    return list(grouped.values())
-
-
-def _without_place(reason: Reason) -> tuple[tuple[str, str], ...]:
-    return tuple((key, text) for key, text in reason.to_dict().items() if key not in ("node", "source", "cause"))
+def cause(reason: Reason) -> str:
+    """The same with who says so, and where a match ended."""
+    by = f"{reason.by}: " if reason.by and not reason.sentence.lower().startswith(reason.by.lower()) else ""
+    ended = f"; the match ended at {reason.node}" if reason.code == "match_ended" and reason.node else ""
+    return f"{by}{reason_text(reason)}{ended}"
 
 
 def step_of(retreat: Retreat) -> str:
     """A retreat in a few words."""
     source, target = retreat.source_lowering, retreat.target_lowering
     if source != target:
-        return f"{source} gave way to {target}"
+        return f"{source} retreated to {target}"
     if retreat.reason.code == "weights_changed":
         return f"{source} reads weights as inputs"
     return f"{source} builds it in pieces only"
-
-
-def _reason_rows(audit: Report) -> Iterator[ReasonRow]:
-    for graph in audit.graphs:
-        for retreat in graph.retreats:
-            yield ReasonRow(f"{retreat.subgraph}: {step_of(retreat)}", retreat.reason.source, (retreat.reason,))
-        for miss in graph.near_misses:
-            if miss.reason.code == "graph_break":
-                yield ReasonRow(f"{graph.id} is broken off by dynamo", miss.source, (miss.reason,))
-            if miss.reason.code == "error_bound":
-                which = miss.node if miss.reason.node else "operators"
-                yield ReasonRow(f"{graph.id}: {which} kept wide", miss.source, (miss.reason,))
-        for attempt in graph.attempts:
-            if attempt.reason is not None:
-                what = f"{attempt.subgraph}: {attempt.lowering} failed"
-                yield ReasonRow(what, attempt.reason.source, (attempt.reason,))
-        for part in graph.parts:
-            for node in part.declined:
-                source = node.source or next((reason.source for reason in node.chain if reason.source), "")
-                yield ReasonRow(f"{graph.id}.{part.name} {node.op} on {node.lowering}", source, node.chain)
-            for row in part.subgraphs:
-                if row.reasons or row.mismatch:
-                    what = f"{row.id}: {row.difference}" if row.mismatch else f"{row.id} on {row.lowering}"
-                    source = next((reason.source for reason in row.reasons if reason.source), "")
-                    yield ReasonRow(what, source or next(iter(row.sources), ""), row.reasons)
 
 
 def with_lever(reason: Reason) -> str:
@@ -327,6 +290,33 @@ def near_miss_text(miss: NearMiss) -> str:
     return f"{text}. To change this: {miss.reason.lever}" if miss.reason.lever else text
 
 
+def rewrite_text(site: Rewrite) -> str:
+    """What a place became, and the times of the candidates."""
+    times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in sorted(site.timed.items(), key=lambda item: item[1]))
+    verdict = VERDICTS.get(site.verdict, site.verdict)
+    return "; ".join(filter(None, (site.detail, times and f"timed: {times}", verdict)))
+
+
+VERDICTS: Final = {
+    "proved": "proved",
+    "proved_for_sizes": "proved for these sizes",
+    "tested": "tested against what it replaced",
+    "assumed": "equal if what is assumed holds",
+    "refuted": "refuted",
+}
+"""Verdicts of certificates in words."""
+
+
+def certificate(event: Certified) -> tuple[str, str, str, str]:
+    """A change of a pass: the pass, where, what is known of it, and by what."""
+    by = ", ".join(event.methods)
+    if event.probability:
+        by += f", wrong with a probability of 2^{event.probability:.0f}"
+    rests = f"; rests on: {'; '.join(event.assumptions)}" if event.assumptions else ""
+    detail = event.sentence or by
+    return event.name, event.node, VERDICTS.get(event.verdict, event.verdict), f"{detail}{rests}"
+
+
 def pass_result(run: PassRun) -> str:
     """What a pass did to the graph."""
     return "changed the graph" if run.modified else "no change" if run.applied else "skipped"
@@ -339,6 +329,7 @@ _STATES: Final = {
     "compiled": "compiled",
     "stopped": "not checked any more",
     "captured": "could not be checked",
+    "ran": "ran",
 }
 
 
@@ -347,7 +338,8 @@ def speculation(event: Speculation) -> tuple[str, str, str, str]:
     inputs = f"reads {', '.join(event.inputs)}" if event.inputs else ""
     saves = f"saves {event.saves}" if event.saves else ""
     why = with_lever(event.reason) if event.reason else ""
-    detail = "; ".join(piece for piece in (saves, inputs, why) if piece)
+    calls = f"in {event.calls} calls or more" if event.calls else ""
+    detail = "; ".join(piece for piece in (saves, inputs, calls, why) if piece)
     return event.sentence, _STATES.get(event.state, event.state), event.variant, detail
 
 

@@ -13,29 +13,13 @@ from typing import Any, Final
 from omnicomp.audit.model import GraphAudit, Report, SubgraphAudit
 from omnicomp.timeline import Attempt, Stage
 
-__all__ = ["Lane", "Moment", "Slice", "lanes", "moments"]
-
 _SLACK: Final = 1e-4
 """Seconds by which clocks may disagree before two compilations count as running at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A slice of time.
-
-    Attributes:
-        name: for example `fuse_attention` or `inductor builds g0.forward.0`.
-        kind: `compile`, `stage`, `pass`, `attempt`, or `verification`.
-        start: seconds since the epoch.
-        end: likewise.
-        graph: id of the graph.
-        subgraph: id of the subgraph, or empty.
-        lowering: which one was tried; of an attempt.
-        ok: whether it worked.
-        inferred: whether only its length was measured, and not its place.
-        detail: more about it, by name.
-        inside: the slices inside it, in order; no two of them overlap.
-    """
+    """A slice of time."""
 
     name: str
     kind: str
@@ -52,19 +36,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A moment.
-
-    Attributes:
-        name: for example `g0.forward.1 ran on eager`.
-        kind: the type of its event.
-        time: seconds since the epoch.
-        pid: the process.
-        rank: its rank.
-        graph: id of the graph.
-        subgraph: id of the subgraph, or empty.
-        tone: `bad`, `warn` or empty.
-        detail: more about it, by name.
-    """
+    """A moment."""
 
     name: str
     kind: str
@@ -79,14 +51,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Compilations of one process that do not overlap; concurrent ones have lanes of their own.
-
-    Attributes:
-        pid: the process.
-        rank: its rank.
-        number: of the lane in its process, from 1.
-        slices: in order of time.
-    """
+    """Compilations of one process that do not overlap; concurrent ones have lanes of their own."""
 
     pid: int
     rank: int
@@ -258,7 +223,7 @@ def _moments(graph: GraphAudit) -> Iterator[Moment]:
         )
 
     for retreat in (*graph.retreats, *(retreat for row in graph.subgraphs for retreat in row.retreats)):
-        name = f"{retreat.subgraph}: {retreat.source_lowering} gave way to {retreat.target_lowering}"
+        name = f"{retreat.subgraph}: {retreat.source_lowering} retreated to {retreat.target_lowering}"
         yield moment(name, retreat, subgraph=retreat.subgraph, tone="warn", why=str(retreat.reason))
     for row in graph.subgraphs:
         for ran in row.runs:

@@ -13,9 +13,7 @@ from typing import Any, Final
 from omnicomp.audit.model import Report
 from omnicomp.audit.views.rows import summary
 from omnicomp.audit.views.slices import Lane, Moment, Slice, lanes, moments
-from omnicomp.escapes import one_line
-
-__all__ = ["to_trace"]
+from omnicomp.safety.escapes import one_line
 
 Process = tuple[int, int]
 """Rank and process id."""

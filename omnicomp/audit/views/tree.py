@@ -12,11 +12,10 @@ from rich.tree import Tree
 from omnicomp.audit.identity import natural
 from omnicomp.audit.model import GraphAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
+from omnicomp.audit.views.layout import plain
 from omnicomp.audit.views.rows import percent, short_source, summary
-from omnicomp.escapes import one_line
+from omnicomp.safety.escapes import one_line
 from omnicomp.timeline import NearMiss, NodePlacement, Reason
-
-__all__ = ["BASES", "STYLES", "ModuleNode", "Rows", "basis_of", "module_trees", "to_tree", "tree_renderables"]
 
 BASES: Final = {"flops": "FLOPs", "seconds": "time", "nodes": "operators", "bytes": "bytes"}
 _MOST_RUNS: Final = 4
@@ -40,17 +39,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleNode:
-    """A module, or several equal ones beside each other.
-
-    Attributes:
-        names: last pieces of the paths; several if equal modules were merged.
-        path: whole path of the first; of a graph's root the path that all modules of the graph begin with.
-        graph: id of the graph.
-        rows: subgraphs that lie in this module and in none of its children, those of merged modules included.
-        declined: nodes of this very module that an earlier lowering refused, with the name of the part.
-        near_misses: candidates of this very module that a pass left alone.
-        children: the modules inside.
-    """
+    """A module, or several equal ones beside each other."""
 
     names: tuple[str, ...]
     path: str
@@ -244,19 +233,18 @@ def to_tree(audit: Report, *, by: str | None = None, width: int = 120) -> str:
             report's own basis.
         width: columns.
     """
-    return rows.plain(*tree_renderables(audit, by=by), width=width)
+    return plain(*tree_renderables(audit, by=by), width=width)
 
 
 def tree_renderables(audit: Report, *, by: str | None = None) -> Iterator[RenderableType]:
     """The summary, then a tree for each graph, coloured by lowering."""
     basis = basis_of(audit, by)
-    yield Text(one_line(summary(audit)), style="bold red" if audit.mismatches else "bold")
+    yield Text(one_line(summary(audit)), style="bold red" if audit.mismatches or audit.unfinished else "bold")
+    yield from (Text(one_line(line), style="yellow") for line in rows.missing(audit))
     if by is not None and basis != by:
         yield Text(f"Shares count {BASES[basis]}: of {BASES.get(by, by)} nothing is known.", style="dim")
     for graph, root in zip(audit.graphs, module_trees(audit), strict=True):
         yield _graph(graph, root, basis)
-    if audit.gaps:
-        yield Text(audit.gaps, style="yellow")
 
 
 def _graph(graph: GraphAudit, root: ModuleNode, basis: str) -> Tree:
@@ -276,8 +264,10 @@ def _fill(tree: Tree, node: ModuleNode, basis: str, said: set[str]) -> None:
         for reason in chain:
             branch.add(_reason(reason, said))
     for miss in node.near_misses[:1]:
-        fate = "broken off " if miss.reason.code == "graph_break" else "left alone "
-        text = Text(fate, style="yellow").append(one_line(f"by {miss.name}: {miss.node}"), style="default")
+        broken = miss.reason.code == "graph_break"
+        fate = "graph break" if broken else "near miss"
+        which = miss.node if broken else f"{miss.node} of {miss.name}"
+        text = Text(fate, style="yellow").append(one_line(f": {which}"), style="default")
         more = f" and {len(node.near_misses) - 1} more" if len(node.near_misses) > 1 else ""
         branch = tree.add(text.append(f" {short_source(one_line(miss.source))}{more}", style="dim"))
         branch.add(_reason(miss.reason, said))

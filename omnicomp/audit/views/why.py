@@ -1,40 +1,102 @@
-"""Why something is where it is: what a name means, the whole chain of reasons, and both as text."""
+"""Lines of the user's source around a `file:line` of a report, read when a view is made.
+
+A report may come from elsewhere, and what it names is not trusted: only Python files are read, and what looks like a
+credential in them is hidden as it is in the timeline.
+"""
 
 import dataclasses
 import fnmatch
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from omnicomp.audit.model import GraphAudit, PartAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
-from omnicomp.audit.views.excerpts import Excerpt, Excerpts
+from omnicomp.audit.views.layout import Facts, plain
 from omnicomp.audit.views.rows import percent, plural
 from omnicomp.audit.views.tree import STYLES
 from omnicomp.errors import ReportError, nearest
-from omnicomp.escapes import one_line
+from omnicomp.safety.escapes import one_line, printable
+from omnicomp.safety.privacy import cleaner
 from omnicomp.timeline import CODES, NearMiss, NodePlacement, Reason
 
-__all__ = [
-    "Answer",
-    "Step",
-    "Why",
-    "is_at",
-    "is_inside",
-    "is_name",
-    "is_of_reason",
-    "is_operator",
-    "known_names",
-    "means_miss",
-    "means_node",
-    "means_row",
-    "renderables",
-    "why",
-]
+_LARGEST: Final = 4 * 2**20
+_LONGEST_LINE: Final = 240
+_PLACE: Final = re.compile(r"^(?P<file>.+\.pyw?):(?P<line>\d{1,7})$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """Lines of a file."""
+
+    source: str
+    line: int
+    first: int
+    lines: tuple[str, ...]
+    changed: bool = False
+
+    def numbered(self) -> Iterator[tuple[int, str, bool]]:
+        """Each line with its number, and whether it is the one that is meant."""
+        for offset, text in enumerate(self.lines):
+            number = self.first + offset
+            yield number, text, number == self.line
+
+
+class Excerpts:
+    """Reads each file once."""
+
+    def __init__(self, *, around: int = 2) -> None:
+        """Read files when they are asked for."""
+        self._around = around
+        self._files: dict[str, tuple[list[str], float] | None] = {}
+
+    def of(self, source: str, since: float = 0.0) -> Excerpt | None:
+        """The lines around a place; None where there is no such file or line here."""
+        place = _PLACE.match(source)
+        if place is None:
+            return None
+        found = self._file(place["file"])
+        line = int(place["line"])
+        if found is None or not 1 <= line <= len(found[0]):
+            return None
+        first = max(1, line - self._around)
+        lines = found[0][first - 1 : line + self._around]
+        return Excerpt(
+            source=source,
+            line=line,
+            first=first,
+            lines=tuple(printable(cleaner().text(text[:_LONGEST_LINE]).expandtabs(4)) for text in lines),
+            changed=0 < since < found[1],
+        )
+
+    def _file(self, name: str) -> tuple[list[str], float] | None:
+        if name not in self._files:
+            self._files[name] = _read(name)
+        return self._files[name]
+
+
+def _read(name: str) -> tuple[list[str], float] | None:
+    """Lines of a file and when it was changed; None where it is missing, too large, or no regular file."""
+    try:
+        path = Path(os.path.expanduser(name)).resolve()
+        if path.suffix not in (".py", ".pyw"):  # a link leads elsewhere
+            return None
+        state = path.stat()
+        if not path.is_file() or state.st_size > _LARGEST:
+            return None
+        return path.read_text(encoding="utf-8", errors="replace").splitlines(), state.st_mtime
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # it is not here: the report comes from another machine, or the file is gone
+        return None
 
 
 def is_name(question: str, name: str) -> bool:
@@ -127,14 +189,7 @@ _REFUSALS: Final = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One link of the chain.
-
-    Attributes:
-        what: one sentence, for example `inductor refused it`.
-        reason: why, or None where nothing went wrong.
-        tone: `bad`, `warn`, `good` or empty.
-        passed_over: whether it says only that a lowering was not tried.
-    """
+    """One link of the chain."""
 
     what: str
     reason: Reason | None = None
@@ -144,17 +199,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer about one thing.
-
-    Attributes:
-        title: one line.
-        lowering: where it is, or empty.
-        facts: names and values, in order.
-        steps: the chain, in the order in which it happened.
-        source: `file:line`, or empty.
-        time: when its graph was captured, in seconds since the epoch; 0 if unknown.
-        places: where else the same is true: node or subgraph, and `file:line`.
-    """
+    """The answer about one thing."""
 
     title: str
     lowering: str = ""
@@ -174,10 +219,10 @@ class Why:
 
     def to_text(self) -> str:
         """Plain text, 120 columns wide."""
-        return rows.plain(*renderables(self))
+        return plain(*renderables(self))
 
     def __str__(self) -> str:
-        return self.to_text()
+        return plain(*renderables(self), width=None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from renderables(self)
@@ -303,7 +348,7 @@ def _chain(row: SubgraphAudit) -> Iterator[Step]:
             said = attempt.skipped.removeprefix("skipped: ")
             yield Step(what=f"{attempt.lowering} was passed over: {said}", passed_over=True)
     for retreat in row.retreats:
-        what = f"{retreat.source_lowering} gave way to {retreat.target_lowering}"
+        what = f"{retreat.source_lowering} retreated to {retreat.target_lowering}"
         told = any(attempt.reason == retreat.reason for attempt in row.attempts)
         yield Step(what=what, reason=None if told else retreat.reason, tone="warn")
     for check in row.verifications:
@@ -336,14 +381,14 @@ def _neighbours(part: PartAudit, row: SubgraphAudit | None) -> Iterator[tuple[st
 def _near_miss(graph: GraphAudit, miss: NearMiss) -> Answer:
     if miss.reason.code == "graph_break":
         return Answer(
-            title=f"{miss.name} broke off a graph",
+            title="graph break",
             facts=(("graph", f"{graph.id} {graph.function}".rstrip()),),
             steps=(Step(what=f"{miss.name} ended the graph here", reason=miss.reason, tone="warn"),),
             source=miss.source,
             time=graph.time,
         )
     return Answer(
-        title=f"{miss.name} left a candidate alone",
+        title=f"near miss of {miss.name}",
         facts=(("kind", miss.kind), ("module", miss.module), ("node", f"{miss.node} in {graph.id}")),
         steps=(Step(what=f"{miss.name} followed {miss.node}, and stopped", reason=miss.reason, tone="warn"),),
         source=miss.source or miss.reason.source,
@@ -365,11 +410,11 @@ def _rewritten(graph: GraphAudit, question: str) -> Iterator[Answer]:
         )
     for site in graph.rewrites:
         if is_name(question, site.node) or is_inside(question, site.module) or is_at(question, site.source):
-            step = Step(
-                what=f"{site.name} made it {site.target}{f': {site.detail}' if site.detail else ''}", tone="good"
-            )
+            made = f"left {site.target} as it is called" if site.kept else f"made it {site.target}"
+            detail = rows.rewrite_text(site)
+            step = Step(what=f"{site.name} {made}{f': {detail}' if detail else ''}", tone="good")
             yield Answer(
-                title=f"{site.kind} at {site.node} was rewritten",
+                title=f"{site.kind} at {site.node} {'is called' if site.kept else 'was rewritten'}",
                 facts=(("module", site.module), ("node", f"{site.node} in {graph.id}")),
                 steps=(step,),
                 source=site.source,
@@ -380,7 +425,7 @@ def _rewritten(graph: GraphAudit, question: str) -> Iterator[Answer]:
 def _whole(graph: GraphAudit, question: str) -> Iterator[Answer]:
     """Attempts and retreats that are about a whole graph or part."""
     found: list[tuple[str, str, Reason]] = [
-        (r.subgraph, f"{r.source_lowering} gave way to {r.target_lowering}", r.reason) for r in graph.retreats
+        (r.subgraph, f"{r.source_lowering} retreated to {r.target_lowering}", r.reason) for r in graph.retreats
     ]
     found += [(a.subgraph, f"{a.lowering} failed", a.reason) for a in graph.attempts if a.reason is not None]
     for subgraph, what, reason in found:
@@ -458,29 +503,17 @@ def renderables(found: Why) -> Iterator[RenderableType]:
         if number:
             yield Text()
         yield Text(one_line(answer.title), style=f"bold {STYLES.get(answer.lowering, '')}".strip())
-        facts = _grid()
-        for name, value in answer.facts:
-            if value:
-                facts.add_row(Text(name, style="dim"), Text(one_line(value)))
-        if answer.source:
-            facts.add_row(Text("source", style="dim"), Text(one_line(answer.source)))
-        if facts.row_count:
-            yield Padding(facts, (0, 0, 0, 2))
+        facts = (*answer.facts, ("source", answer.source))
+        yield Facts(*((name, Text(one_line(value))) for name, value in facts if value), indent=2)
         excerpt = excerpts.of(answer.source, answer.time)
         if excerpt is not None:
             yield Padding(_lines(excerpt), (0, 0, 0, 4))
-        yield Padding(_steps(answer), (0, 0, 0, 2))
+        for number, step in enumerate(answer.steps, 1):
+            yield from _step(number, step, answer)
         if answer.places:
             yield Text(f"  the same holds for {len(answer.places)} more:" if len(answer.places) > 1 else "  likewise:")
             for place in answer.places:
                 yield Padding(Text(one_line(place), style="dim"), (0, 0, 0, 4))
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    return grid
 
 
 def _lines(excerpt: Excerpt) -> Text:
@@ -495,20 +528,16 @@ def _lines(excerpt: Excerpt) -> Text:
     return text
 
 
-def _steps(answer: Answer) -> Table:
-    grid = _grid()
-    for number, step in enumerate(answer.steps, 1):
-        grid.add_row(Text(f"{number}."), _step(step, answer))
-    return grid
-
-
-def _step(step: Step, answer: Answer) -> RenderableType:
+def _step(number: int, step: Step, answer: Answer) -> Iterator[RenderableType]:
     head = Text(one_line(step.what), style=_TONES[step.tone])
     reason = step.reason
+    if reason is not None:
+        head.append(f": {one_line(reason.sentence)}", style="default")
+        head.append(one_line(f" [{reason.code}]"), style="dim")
+    yield Facts((f"{number}.", head), indent=2)
     if reason is None:
-        return head
-    head.append(f": {one_line(reason.sentence)}", style="default").append(one_line(f" [{reason.code}]"), style="dim")
-    rows = {
+        return
+    facts = {
         "observed": reason.observed,
         "needed": reason.needed,
         "at": reason.node,
@@ -516,12 +545,5 @@ def _step(step: Step, answer: Answer) -> RenderableType:
         "source": reason.source if reason.source != answer.source else "",
         "to change": reason.lever,
     }
-    grid = _grid()
-    for name, value in rows.items():
-        if value:
-            grid.add_row(Text(name, style="dim"), Text(one_line(value), style="italic" if name == "to change" else ""))
-    whole = Table.grid()
-    whole.add_row(head)
-    if grid.row_count:
-        whole.add_row(Padding(grid, (0, 0, 0, 2)))
-    return whole
+    shown = ((name, Text(one_line(value), "italic" if name == "to change" else "")) for name, value in facts.items())
+    yield Facts(*((name, value) for name, value in shown if value.plain), indent=8)

@@ -11,14 +11,12 @@ from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines import resolve_engine
 from omnicomp.lowerings.engines.frozen import uses_tanh
-from omnicomp.options.checks import names
-from omnicomp.options.engine_names import engine_names
+from omnicomp.options.checks import engine_names, names
 from omnicomp.options.placement_rules import Rule
 from omnicomp.options.policy import LOWERINGS, Policy
 
-__all__ = ["Option", "by_rule", "check_candidates", "options"]
-
 _TANH: Final[Mapping[str, Any]] = {"cpp.use_decompose_tanh": True}
+_CPP: Final[Mapping[str, Any]] = {"cpp_wrapper": True}
 # Measured where the user names them alone: the one that teaches runs torch's own operators; `frozen` is a setting of
 # Inductor, and among those; and TVM without its tuner was never faster than a hundredth to a half of Inductor.
 _NO_RIVALS: Final = ("toy", "frozen", "tvm")
@@ -70,11 +68,6 @@ def by_rule(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> Option:
 
     On the CPU, weights that can be followed are built in, and `tanh` is decomposed; max-autotune gains nothing there
     over packed weights, and takes far longer to compile.
-
-    Args:
-        gm: the Dynamo graph.
-        graph: the captured graph.
-        weights: whether there are weights to build in.
     """
     if graph.device.type != "cpu":
         return _SETTINGS["inductor"]
@@ -86,16 +79,13 @@ def by_rule(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> Option:
 def options(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> tuple[list[Option], dict[str, str]]:
     """The candidates in the order in which they are measured; the first is Inductor with the user's options.
 
-    Args:
-        gm: the Dynamo graph.
-        graph: the captured graph.
-        weights: whether there are weights to build in.
-
     Returns:
         The candidates, and why engines are none, by name.
     """
     device, refused = graph.device.type, dict[str, str]()
     asked = graph.policy.candidates
+    if graph.values is not None:
+        return _elsewhere(gm, graph, asked, refused), refused
     if asked is not None:
         every = (_made(name, graph, refused, weights=weights) for name in asked)
         return [option for option in every if option is not None], refused
@@ -110,6 +100,19 @@ def options(gm: GraphModule, graph: CapturedGraph, *, weights: bool) -> tuple[li
     rivals = (name for name in engine_names() if name not in _NO_RIVALS)
     made = (_made(name, graph, refused, weights=weights) for name in rivals)
     return [*found, *(option for option in made if option is not None)], refused
+
+
+def _elsewhere(
+    gm: GraphModule, graph: CapturedGraph, asked: tuple[str, ...] | None, refused: dict[str, str]
+) -> list[Option]:
+    """The candidates of a process that builds for another one: what builds weights in stays with their owner."""
+    tanh = _has_tanh(gm) and graph.policy.numerics != "eager"
+    owners = [each.name for each in _SETTINGS.values() if each.needs] + list(engine_names())
+    for name in owners if asked is None else [name for name in asked if name in owners]:
+        refused[name] = "it builds in weights, which are the program's: leave the option background out to try it"
+    tried = [_SETTINGS[name] for name in asked or INDUCTORS if name in _SETTINGS and name not in refused]
+    cpu = graph.device.type == "cpu"
+    return [each for each in tried if (cpu or not each.inductor) and (tanh or not _TANH.keys() & each.inductor.keys())]
 
 
 def check_candidates(name: str, value: Any) -> tuple[str, ...] | None:
@@ -163,7 +166,9 @@ _SETTINGS: Final[dict[str, Option]] = {
     option.name: option
     for option in (
         Option(name="inductor"),
+        Option(name="inductor, C++ wrapper", inductor=_CPP),
         Option(name="inductor, tanh decomposed", inductor=_TANH),
+        Option(name="inductor, tanh decomposed, C++ wrapper", inductor={**_TANH, **_CPP}),
         Option(name="frozen", lowerings=_with("frozen"), needs="frozen"),
         Option(
             name="frozen, C++ wrapper",
@@ -175,3 +180,6 @@ _SETTINGS: Final[dict[str, Option]] = {
     )
 }
 """The candidates beside the engines."""
+
+INDUCTORS: Final = tuple(name for name, option in _SETTINGS.items() if not option.needs and name != "eager")
+"""Those that are Inductor in one setting or another, with weights as inputs; the first is as the user set it."""

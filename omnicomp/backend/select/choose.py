@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.dynamo import control_flow
+from omnicomp._torch.dynamo import control_flow, samples
 from omnicomp._torch.dynamo.late_compile import is_fake, is_subclass, is_tracing
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.user_code import user_operators
+from omnicomp.analysis.collectives import collectives_of
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.select import results
 from omnicomp.backend.select.candidates import Option, by_rule, options
 from omnicomp.backend.select.contest import Contest, Unmeasurable
-from omnicomp.lowerings.engines.inputs import weights_of
-from omnicomp.privacy import logger
+from omnicomp.lowerings.engines.subgraph import weights_of
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Option as OptionEvent
 from omnicomp.timeline import Reason, current
-
-__all__ = ["choose"]
 
 log = logger("omnicomp.backend.select")
 
@@ -29,24 +28,32 @@ def choose(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> Capt
     """Decide which lowerings a graph goes to, as the policy's `choose` says.
 
     Args:
-        gm: a Dynamo graph behind the passes.
-        inputs: what Dynamo passed; real ones can be measured on.
-        graph: what it belongs to.
+        gm: the graph behind the passes.
+        inputs: its inputs.
+        graph: what it belongs to; its policy has a `choose` other than `off`.
 
     Returns:
-        The graph with a policy that names the lowerings; unchanged where `choose` is `off`.
+        The graph with a policy that names the lowerings.
     """
-    if graph.policy.choose == "off":
-        return graph
     weights = bool(weights_of(gm, inputs))
     chosen = by_rule(gm, graph, weights=weights)
     if graph.policy.choose == "measure":
-        obstacle = _obstacle(gm, inputs, graph)
+        values = inputs if graph.values is None else _values(graph.values, inputs)
+        obstacle = _obstacle(gm, values, graph)
         if obstacle:
             _record_by_rule(graph, chosen, obstacle)
         else:
-            chosen = _measured(gm, inputs, graph, chosen, weights=weights)
+            chosen = _measured(gm, inputs, values, graph, chosen, weights=weights)
     return chosen.graph(graph)
+
+
+def _values(known: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Real inputs in the place of fake ones; made up where the passes asked for copies of weights."""
+    same = len(known) == len(inputs) and all(
+        not isinstance(fake, torch.Tensor) or samples.fits(value, fake)
+        for value, fake in zip(known, inputs, strict=True)
+    )
+    return list(known) if same else list(map(samples.like, inputs))
 
 
 def _obstacle(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> str:
@@ -55,6 +62,8 @@ def _obstacle(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> s
         return "a training step can't be tried: its backward is compiled later, and weights change"
     if not is_tracing():
         return "it is compiled outside of Dynamo"
+    if collectives_of(gm):
+        return "it communicates with other ranks, which would have to try as often"
     operators = user_operators(gm)
     if operators:
         return f"it calls {', '.join(operators)} of the program, which may have effects"
@@ -66,7 +75,9 @@ def _obstacle(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> s
     return ""
 
 
-def _measured(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, rule: Option, *, weights: bool) -> Option:
+def _measured(
+    gm: GraphModule, inputs: Sequence[Any], values: Sequence[Any], graph: CapturedGraph, rule: Option, *, weights: bool
+) -> Option:
     """The fastest candidate, as an earlier process or this one measured it."""
     candidates, refused = options(gm, graph, weights=weights)
     if not candidates:
@@ -81,7 +92,7 @@ def _measured(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, rule
                 current().append(dataclasses.replace(event, graph=graph.id, source="kept"))
             return option
     try:
-        contest = Contest(copy_module(gm), inputs, graph)
+        contest = Contest(copy_module(gm), inputs, graph, values)
         winner = contest.run(candidates, refused)
     except control_flow.CONTROL_FLOW:
         raise

@@ -1,12 +1,17 @@
-"""A contest: candidates are built in turn, checked against a higher precision, and timed against the best so far.
+"""Which of two functions is faster, on a machine that does other work too.
 
-Only the best and its challenger are alive at a time. What is timed is a call of the whole graph, so that copies, casts
-and lost fusion at the boundaries of subgraphs count: a subgraph that is faster alone and slower in the model loses.
+They run in turn, and the one that is to be beaten runs twice in each round, so that the noise is seen beside the
+difference. The other wins if it is faster by a margin that is worth it, and by three times the noise of the median.
 """
 
 import dataclasses
 import gc
+import math
+import os
+import re
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,20 +22,174 @@ from omnicomp._torch.autograd.run_in_precision import InPrecision, on_real_tenso
 from omnicomp._torch.dynamo import control_flow, late_compile
 from omnicomp._torch.fx import copy_module
 from omnicomp.analysis.accuracy import PRECISIONS, copy_of, judge
+from omnicomp.analysis.nodes import module_path
 from omnicomp.analysis.random_state import generator_states
 from omnicomp.backend.autograd import compile_parts
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.select.candidates import Option
-from omnicomp.backend.select.duel import Duel, duel, fitting_clock
-from omnicomp.backend.select.model_parts import parts_of
 from omnicomp.errors import first_line
-from omnicomp.lowerings.engines.inputs import weights_of
+from omnicomp.lowerings.engines.subgraph import weights_of
 from omnicomp.options.placement_rules import Rule
 from omnicomp.passes.dtypes.trial_runs import written_inputs
 from omnicomp.timeline import Candidate, Event, Ran, Reason, Retreat, Timeline, progress_line
 from omnicomp.timeline.recorder import drafting
 
-__all__ = ["Contest", "Unmeasurable"]
+MARGIN: Final = 0.03
+"""How much faster a candidate has to be, so that the choice does not change from day to day."""
+
+_HOPELESS: Final = 1 / 3  # no noise makes up for that, and each round would take long
+_ROUNDS: Final = (5, 41)  # least and most
+_BURST: Final = 0.02  # seconds that one turn takes, about; a call that takes longer is one turn
+# 1.4826 makes a standard deviation of a median absolute deviation, and 1.2533 that of a median of one of a mean.
+_SIGMA: Final = 1.4826 * 1.2533
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Duel:
+    """What was measured.
+
+    Attributes:
+        rounds: how many.
+        ratio: median time of the one to be beaten over the other's: more than 1 if the other is faster.
+        spread: three standard deviations of that median, as a share of it.
+        noise: the same ratio of the one to be beaten to itself, less 1: how far it is off.
+        old, new: median seconds a call of both.
+        old_fastest, new_fastest: seconds of the fastest turn, a call.
+        clock: `wall` or `cpu`.
+    """
+
+    rounds: int
+    ratio: float
+    spread: float
+    noise: float
+    old: float
+    new: float
+    old_fastest: float
+    new_fastest: float
+    clock: str
+
+    @property
+    def won(self) -> bool:
+        """Whether the new one is to be preferred."""
+        fastest = self.old_fastest / self.new_fastest if self.new_fastest else 1.0
+        return self.ratio - 1 > max(MARGIN, self.spread, 3 * self.noise) and fastest > 1 + MARGIN / 2
+
+    @property
+    def clear(self) -> bool:
+        """Whether more rounds are unlikely to change the answer."""
+        doubt = max(self.spread, 3 * self.noise)
+        return abs(self.ratio - 1 - MARGIN) > doubt
+
+
+def fitting_clock() -> str:
+    """The clock to read: what the process has used where other work keeps more processors busy than there are."""
+    try:
+        busy, processors = os.getloadavg()[0], os.cpu_count() or 1
+    except OSError:  # not known here
+        return "wall"
+    return "cpu" if busy > 1.5 * processors else "wall"
+
+
+def duel(
+    old: Callable[[], object],
+    new: Callable[[], object],
+    *,
+    seconds: float,
+    clock: str = "wall",
+    wait: Callable[[], object] = lambda: None,
+    read: Callable[[], float] | None = None,
+) -> Duel:
+    """Time two functions against each other.
+
+    Args:
+        old: the one to be beaten; warmed up.
+        new: the other; warmed up.
+        seconds: how long it may take, about; five rounds are made in any case.
+        clock: `wall`, or `cpu` for the time that the process uses on all its threads.
+        wait: waits for the device.
+        read: reads the clock in seconds, for tests.
+    """
+    read = read or (time.process_time if clock == "cpu" else time.perf_counter)
+    calls_old, calls_new = (_calls(function, wait, read) for function in (old, new))
+
+    def turn(function: Callable[[], object], calls: int) -> float:
+        wait()
+        start = read()
+        for _ in range(calls):
+            function()
+        wait()
+        return max((read() - start) / calls, 1e-12)
+
+    began = time.perf_counter()
+    firsts: list[float] = []
+    seconds_: list[float] = []
+    news: list[float] = []
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        while True:
+            # Old, new, old: a drift of the machine is the same for both.
+            firsts.append(turn(old, calls_old))
+            news.append(turn(new, calls_new))
+            seconds_.append(turn(old, calls_old))
+            result = _judge(firsts, seconds_, news, clock)
+            if result.ratio < _HOPELESS:
+                return result
+            spent = time.perf_counter() - began
+            if result.rounds >= _ROUNDS[0] and (result.clear or spent > seconds or result.rounds >= _ROUNDS[1]):
+                return result
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _calls(function: Callable[[], object], wait: Callable[[], object], read: Callable[[], float]) -> int:
+    wait()
+    start = read()
+    function()
+    wait()
+    return max(1, min(1000, int(_BURST / max(read() - start, 1e-7))))
+
+
+def _judge(firsts: list[float], seconds: list[float], news: list[float], clock: str) -> Duel:
+    ratios = [math.log((a + b) / 2 / n) for a, b, n in zip(firsts, seconds, news, strict=True)]
+    same = [math.log(a / b) for a, b in zip(firsts, seconds, strict=True)]
+    middle = statistics.median(ratios)
+    deviation = statistics.median(abs(value - middle) for value in ratios)
+    return Duel(
+        rounds=len(ratios),
+        ratio=math.exp(middle),
+        spread=3 * _SIGMA * deviation / math.sqrt(len(ratios)),
+        noise=abs(statistics.median(same)),
+        old=statistics.median([*firsts, *seconds]),
+        new=statistics.median(news),
+        old_fastest=min([*firsts, *seconds]),
+        new_fastest=min(news),
+        clock=clock,
+    )
+
+
+# More parts than that are not tried; each is a build of the model.
+_MOST: Final = 4
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def parts_of(gm: GraphModule) -> list[str]:
+    """Selectors of rules, one a part, the one with most operators first; empty where the graph has no parts."""
+    paths = [module_path(node) for node in gm.graph.nodes if node.op.startswith("call_")]
+    longest = max((path.count(".") + 1 for path in paths if path), default=0)
+    for depth in range(1, longest + 1):
+        heads = Counter(_head(path, depth) for path in paths if path)
+        alike = Counter(_NUMBER.sub("*", head) for head in heads.elements())
+        found = heads if len(heads) <= _MOST + 2 else alike
+        if len(found) > 1:
+            return [head for head, _ in found.most_common(_MOST)]
+    return []
+
+
+def _head(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth])
+
 
 # Calls before anything is timed: the first builds, attests and verifies, and the second is the first as it will be.
 _WARM: Final = 3
@@ -56,13 +215,16 @@ class _Entrant:
 class Contest:
     """The candidates for one graph, on the inputs of the call that it is compiled for."""
 
-    def __init__(self, gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph) -> None:
+    def __init__(
+        self, gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, values: Sequence[Any] | None = None
+    ) -> None:
         """Prepare to compile the graph several times.
 
         Args:
-            gm: a copy of the Dynamo graph behind the passes.
-            inputs: real tensors and symbolic sizes.
+            gm: the graph behind the passes.
+            inputs: what it is compiled for.
             graph: what it belongs to.
+            values: what it is called with, where the inputs are fake.
 
         Raises:
             Unmeasurable: the graph can't be compiled apart from Dynamo's compilation.
@@ -75,9 +237,10 @@ class Contest:
         self._weights = weights_of(gm, inputs)
         written = written_inputs(gm)
         # What the graph writes to is a copy, so that the program finds its own as it was.
-        self._inputs = [copy_of(v) if i in written else late_compile.hinted(v) for i, v in enumerate(inputs)]
+        values = inputs if values is None else values
+        self._inputs = [copy_of(v) if i in written else late_compile.hinted(v) for i, v in enumerate(values)]
         self._first = {index: copy_of(self._inputs[index]) for index in written}
-        self._devices = {v.device for v in inputs if isinstance(v, torch.Tensor)}
+        self._devices = {v.device for v in values if isinstance(v, torch.Tensor)}
         self._truth: tuple[list[Any], list[Any]] | None = None
         self._clock = fitting_clock() if graph.device.type == "cpu" else "wall"
         self._events: list[Candidate] = []
@@ -89,10 +252,6 @@ class Contest:
 
     def run(self, options: Sequence[Option], refused: Mapping[str, str]) -> Option:
         """Find the fastest.
-
-        Args:
-            options: the first is the one to be beaten.
-            refused: engines that are no candidates, with the reason.
 
         Raises:
             Unmeasurable: not even the first could be built.
@@ -111,7 +270,8 @@ class Contest:
 
     def _run(self, options: Sequence[Option], refused: Mapping[str, str], step: Any) -> Option:
         for name, why in refused.items():
-            self._lost(Option(name=name), "engine_missing", why)
+            code = "engine_missing" if self._graph.values is None else "not_in_background"
+            self._lost(Option(name=name), code, why)
         best = self._enter(options[0])
         if best is None:
             why = self._events[-1].reason
@@ -324,7 +484,7 @@ def _nothing() -> None:
 
 def _leaves(values: Any) -> list[Any]:
     leaves = values if isinstance(values, (tuple, list)) else [values]
-    return [value.detach() if isinstance(value, torch.Tensor) else value for value in leaves]
+    return [_detached(value) for value in leaves]
 
 
 def _detached(value: Any) -> Any:

@@ -11,26 +11,18 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.frozen import inductor_settings
-from omnicomp.analysis.exact_hash import exact_hash
+from omnicomp._torch.inductor.store import JsonStore
+from omnicomp.analysis.hashes import exact_hash
 from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.backend.select.candidates import Option
 from omnicomp.options.placement_rules import Rule
-from omnicomp.store import JsonStore
 from omnicomp.timeline import Candidate
 from omnicomp.timeline.files import event_from_dict
-
-__all__ = ["RESULTS", "Kept", "key_of"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The result of measuring one graph.
-
-    Attributes:
-        winner: name of the candidate.
-        rules: its placement rules, if it combines several candidates.
-        candidates: all that were measured.
-    """
+    """The result of measuring one graph."""
 
     winner: str
     rules: tuple[Rule, ...] = ()
@@ -38,16 +30,9 @@ class Kept:
 
 
 def key_of(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], refused: Sequence[str]) -> str:
-    """Hash of everything that the result depends on: graph, options, candidates with versions, torch and the machine.
-
-    Args:
-        gm: the Dynamo graph, with fake values: shapes, strides, dtypes and devices.
-        graph: its policy and device.
-        options: the candidates.
-        refused: names of engines that are not available here.
-    """
+    """Hash of all that the result depends on: graph, options, candidates with versions, torch and the machine."""
     parts = (
-        exact_hash([node for node in gm.graph.nodes]),
+        exact_hash(list(gm.graph.nodes)),
         graph_digest(graph.policy, graph.device),
         [(option.name, option.lowerings, option.version) for option in options],
         sorted(refused),

@@ -1,5 +1,6 @@
 """Registers a declared device with Inductor and Dynamo."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -9,14 +10,10 @@ import torch
 
 from omnicomp._torch.devices import interface, privateuse, registry
 from omnicomp._torch.devices.codegen import DeviceCppScheduling, DeviceWrapper, no_cpp_wrapper, python_wrapper
-from omnicomp.devices.inductor.checks import problems
-from omnicomp.devices.inductor.digest import code_digest
-from omnicomp.devices.inductor.report import registration
-from omnicomp.devices.inductor.spec import DeviceSpec, LaunchLimits, RegistrationError
+from omnicomp.devices.inductor.report import problems, registration
+from omnicomp.devices.inductor.spec import DeviceSpec, LaunchLimits, RegistrationError, code_digest
 from omnicomp.errors import DeviceError
-from omnicomp.privacy import logger
-
-__all__ = ["register"]
+from omnicomp.safety.privacy import logger
 
 log = logger("omnicomp.devices")
 
@@ -58,27 +55,32 @@ def register(spec: DeviceSpec) -> None:
         _register_module(spec)
     module: Any = getattr(torch, spec.name)
     scheduling = _scheduling(spec)
-    triton = issubclass(scheduling, registry.TritonScheduling)
+    triton = registry.generates_triton(scheduling)
     overrides = _overrides(spec)
     wrapper = spec.wrapper or DeviceWrapper
     if issubclass(wrapper, DeviceWrapper):
         wrapper = python_wrapper(spec.name, spec.kernel_call, wrapper)
     cpp_wrapper = spec.cpp_wrapper or no_cpp_wrapper(spec.name, lambda: _no_cpp(spec.name))
     fx_wrapper = spec.fx_wrapper or registry.WrapperFxCodegen
-    config = _config(spec, scheduling)
-    classes = [scheduling, wrapper, cpp_wrapper, fx_wrapper, type(overrides)]
-    digest = code_digest(
-        [*classes, *([type(spec.custom_pass)] if spec.custom_pass is not None else [])],
-        [
-            spec.op_overrides,
-            spec.custom_pass,
-            spec.properties,
-            sorted(config.items()),
-            spec.kernel_call,
-            repr(spec.launch),
-        ],
-        spec.sources,
-    )
+    config = functools.cache(functools.partial(_config, spec))
+    classes = [wrapper, cpp_wrapper, fx_wrapper, type(overrides)]
+
+    @functools.cache
+    def digest(made: type) -> str:
+        return code_digest(
+            [made, *classes, *([type(spec.custom_pass)] if spec.custom_pass is not None else [])],
+            [
+                spec.op_overrides,
+                spec.custom_pass,
+                spec.properties,
+                sorted(config(made).items()),
+                spec.kernel_call,
+                repr(spec.launch),
+                *([] if made is scheduling else [scheduling]),
+            ],
+            spec.sources,
+        )
+
     registry.register_op_overrides(spec.name, overrides)
     registry.register_codegen(
         spec.name,
@@ -86,9 +88,9 @@ def register(spec: DeviceSpec) -> None:
         wrapper,
         cpp_wrapper,
         fx_wrapper,
-        registry.DevicePass(spec.name, digest, spec.custom_pass),
+        registry.DevicePass(spec.name, lambda: digest(registry.made_by(scheduling)), spec.custom_pass),
     )
-    registry.set_config(spec.name, config)
+    registry.set_config(spec.name, lambda: config(registry.made_by(scheduling)))
     interface.register(spec.name, spec.interface or _interface(spec, module, triton=triton))
     lacking = [piece for piece in registration(spec.name) if not piece.ok]
     for piece in lacking:
@@ -121,14 +123,13 @@ def _no_cpp(name: str) -> DeviceError:
     )
 
 
-def _scheduling(spec: DeviceSpec) -> type:
+def _scheduling(spec: DeviceSpec) -> Callable[[Any], Any]:
     if spec.scheduling == "cpp":
         return DeviceCppScheduling
-    given = registry.TritonScheduling if spec.scheduling == "triton" else spec.scheduling
-    assert isinstance(given, type)
-    if spec.launch is None and not spec.triton_backend:
+    given: Any = registry.TritonScheduling if spec.scheduling == "triton" else spec.scheduling
+    if not isinstance(given, type) or (spec.launch is None and not spec.triton_backend):
         return given
-    from omnicomp._torch.devices.triton import triton_scheduling
+    from omnicomp._torch.devices.launch_limits import triton_scheduling
 
     limits = spec.launch or LaunchLimits()
     return triton_scheduling(

@@ -1,13 +1,18 @@
 """What Inductor has to know of a device from outside, in one declaration."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import omnicomp
+from omnicomp._torch.inductor.versions import describe
 from omnicomp.errors import DeviceError
-
-__all__ = ["DeviceSpec", "LaunchLimits", "RegistrationError"]
 
 
 class RegistrationError(DeviceError):
@@ -66,7 +71,8 @@ class DeviceSpec:
             which `{device_idx}` stands for that parameter, or a function of the member's parameters; or an object or a
             class of that type. What is left out is made of the device module's conventional names, where it can be.
         scheduling: what generates kernels: `cpp` (C++, for a device whose memory the compiled code can address),
-            `triton`, or a class.
+            `triton`, a class, or a function as torch has for `cpu` and `cuda`, which chooses a class by a setting: it
+            is called with Inductor's scheduler, or with None for its features, and returns an object.
         wrapper: a class that generates host code in Python: a subclass of `DeviceWrapper`, which is the default, or of
             Inductor's `PythonWrapperCodegen` with a `create` of its own.
         cpp_wrapper: a class that generates host code in C++; without it, `cpp_wrapper` and AOTInductor raise an
@@ -87,7 +93,7 @@ class DeviceSpec:
     name: str
     module: ModuleType | type | None = None
     op_overrides: Mapping[str, str | Callable[..., Any]] | Any = dataclasses.field(default_factory=dict[str, Any])
-    scheduling: Literal["cpp", "triton"] | type
+    scheduling: Literal["cpp", "triton"] | type | Callable[[Any], Any]
     wrapper: type | None = None
     cpp_wrapper: type | None = None
     fx_wrapper: type | None = None
@@ -99,3 +105,51 @@ class DeviceSpec:
     custom_pass: Callable[[Any], Any] | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     sources: tuple[str, ...] = ()
+
+
+def code_digest(classes: Iterable[type], values: Iterable[Any], files: Iterable[str] = ()) -> str:
+    """Hash of omnicomp's version, of the sources of classes, and of values.
+
+    Args:
+        classes: those that generate code; with their bases outside torch, each by its file and by the code of its
+            members, as a class may have been made while the program ran.
+        values: settings, limits and texts; functions by their code.
+        files: further sources.
+    """
+    value = hashlib.sha256(omnicomp.__version__.encode())
+    seen: set[str] = set(files)
+    waiting, met = list(classes), set[type]()
+    while waiting:
+        cls = waiting.pop(0)
+        if cls in met or cls.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
+            continue
+        met.add(cls)
+        waiting += [*cls.__mro__[1:], *(member for member in cls.__dict__.values() if isinstance(member, type))]
+        value.update(f"{cls.__module__}.{cls.__qualname__}".encode())
+        for name, member in sorted(cls.__dict__.items()):
+            if name not in ("__dict__", "__weakref__", "__doc__", "_abc_impl"):
+                value.update(f"{name}={describe(_plain(member))}\n".encode())
+        try:
+            seen.add(inspect.getfile(cls))
+        except (TypeError, OSError):
+            continue  # made at run time, by code that is in its members
+    for path in sorted(seen):
+        if Path(path).is_file():
+            value.update(Path(path).name.encode() + b"\0" + Path(path).read_bytes())
+    for each in values:
+        value.update(f"{describe(each)}\n".encode())
+    return value.hexdigest()[:32]
+
+
+def _plain(member: Any) -> Any:
+    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+
+
+@functools.cache
+def package_sources(name: str) -> str:
+    """Hash of the sources of a package, as what compiles is often beside the class that calls it."""
+    value = hashlib.sha256()
+    for folder in getattr(sys.modules.get(name), "__path__", ()) if name != "omnicomp" else ():
+        for path in sorted(Path(folder).rglob("*.py")):
+            value.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return value.hexdigest()

@@ -14,7 +14,7 @@ import sys
 from types import ModuleType
 
 from omnicomp.errors import DeviceError
-from omnicomp.forks import new_lock
+from omnicomp.safety.forks import new_lock
 
 __all__ = ["enable", "is_enabled", "unavailable_reason"]
 
@@ -27,7 +27,7 @@ def enable(*, inductor: bool = True) -> ModuleType:
 
     It becomes torch's accelerator (`torch.accelerator`) in this process, and that can't be undone. Environment
     variables are read here: `OMNICOMP_SIM_DEVICES` (number of devices, 2), `OMNICOMP_SIM_MEMORY` (bytes of each, 8
-    GiB), `OMNICOMP_SIM_DTYPES` (the dtypes that it is to have, see `omnicomp.devices.sim.declared`) and
+    GiB), `OMNICOMP_SIM_DTYPES` (the dtypes that it is to have, see `omnicomp.devices.sim.device`) and
     `OMNICOMP_SIM_PROTECT`
     (1: the host can't touch its memory outside of kernels and copies).
 

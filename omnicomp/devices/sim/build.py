@@ -18,10 +18,8 @@ from typing import Final
 
 import torch
 
-from omnicomp import store
+from omnicomp._torch.inductor import store
 from omnicomp.errors import DeviceError
-
-__all__ = ["SOURCES", "build_folder", "is_built", "load_driver", "missing"]
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 _FLAGS: Final = ("-O1", "-g0", "-w")
@@ -94,12 +92,6 @@ def load_driver(say: Callable[[str], object] | None = None) -> ModuleType:
 
     Safe against several processes that build at once: the others wait for the first one. A build that was killed is
     made again.
-
-    Args:
-        say: gets the progress lines; by default they go to stderr.
-
-    Returns:
-        The extension module; importing it registers the kernels.
 
     Raises:
         DeviceError: something needed for the build is missing, or the compiler refused the sources.

@@ -1,5 +1,6 @@
-"""The simulated accelerator of `omnicomp.devices.sim`: there in a process that enabled it."""
+"""The dtypes that the simulated device is declared to have, where it is to play a smaller one."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -9,9 +10,39 @@ import torch
 from omnicomp._torch.inductor.compile_fx import has_inductor
 from omnicomp.devices import sim
 from omnicomp.devices.base import Capabilities, Device
-from omnicomp.devices.sim.declared import declared_dtypes
+from omnicomp.errors import DeviceError
 
-__all__ = ["SimDevice"]
+VARIABLE = "OMNICOMP_SIM_DTYPES"
+
+
+def declared_dtypes() -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]] | None:
+    """Dtypes of `OMNICOMP_SIM_DTYPES`: those computed in, then, behind a `/`, those stored besides.
+
+    `float32,bfloat16/int32,int64` computes in two floats and stores two integers too. Booleans are always stored.
+
+    Returns:
+        Computed dtypes, and all stored ones, which include them; None if the variable is not set.
+
+    Raises:
+        DeviceError: a name is no dtype of torch's.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    computed, _, besides = text.partition("/")
+    compute = _parse(computed)
+    return compute, tuple(dict.fromkeys((*compute, *_parse(besides), torch.bool)))
+
+
+def _parse(names: str) -> tuple[torch.dtype, ...]:
+    found: list[torch.dtype] = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise DeviceError(f"{VARIABLE}: torch has no dtype {name!r}; write as in float32,bfloat16/int32,int64")
+        found.append(dtype)
+    return tuple(found)
+
 
 _FLOATS: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STORED: Final = (

@@ -6,8 +6,6 @@ import torch
 
 from omnicomp.devices.sim.build import load_driver
 
-__all__ = ["DRIVER", "device_index"]
-
 DRIVER: Final[Any] = load_driver()
 
 

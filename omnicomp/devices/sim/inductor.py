@@ -2,8 +2,6 @@
 
 from omnicomp.devices.inductor import DeviceSpec, register
 
-__all__ = ["SPEC", "enable"]
-
 SPEC = DeviceSpec(name="sim", scheduling="cpp", kernel_call="torch.sim.launch")
 
 

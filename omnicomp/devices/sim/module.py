@@ -9,24 +9,22 @@ from typing import Any
 import torch
 
 from omnicomp.devices.sim.driver import DRIVER, device_index
-from omnicomp.devices.sim.instruments import (
+from omnicomp.devices.sim.memory import (
     clear_faults,
     counters,
+    empty_cache,
     fallbacks,
     inject_fault,
     kernel,
     launch,
-    reset_counters,
-    reset_fallbacks,
-)
-from omnicomp.devices.sim.memory import (
-    empty_cache,
     max_memory_allocated,
     max_memory_reserved,
     mem_get_info,
     memory_allocated,
     memory_reserved,
     memory_stats,
+    reset_counters,
+    reset_fallbacks,
     reset_peak_memory_stats,
     set_dtypes,
 )

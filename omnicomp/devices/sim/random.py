@@ -7,19 +7,6 @@ import torch
 
 from omnicomp.devices.sim.driver import DRIVER, device_index
 
-__all__ = [
-    "default_generators",
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

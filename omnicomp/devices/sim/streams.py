@@ -6,8 +6,6 @@ import torch
 
 from omnicomp.devices.sim.driver import device_index
 
-__all__ = ["Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"]
-
 
 def _device(device: Any = None) -> torch.device:
     """The device meant, with its index."""

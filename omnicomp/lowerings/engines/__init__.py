@@ -10,13 +10,12 @@ from typing import Any
 
 from omnicomp._torch.inductor.own_context import apart
 from omnicomp.errors import EngineError, OptionError, nearest
-from omnicomp.lowerings.engines.base import Engine, EngineExecutable
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable, RunOptions
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.operators import Operator, Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
-from omnicomp.options.checks import mapping_of_mappings
-from omnicomp.options.engine_names import BUILT_IN, GROUP, engine_names
-from omnicomp.privacy import logger
+from omnicomp.options.checks import BUILT_IN, GROUP, engine_names, mapping_of_mappings
+from omnicomp.safety.privacy import logger
 
 __all__ = [
     "Clustering",
@@ -24,6 +23,7 @@ __all__ = [
     "EngineExecutable",
     "Operator",
     "Operators",
+    "RunOptions",
     "Subgraph",
     "check_engines",
     "engine_names",
@@ -57,7 +57,7 @@ def resolve_engine(name: str) -> Engine:
 
 
 def check_engines(name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Options of clustering by the name of an engine, checked against the engine's own.
+    """Options of clustering and of running by the name of an engine, checked against the engine's own.
 
     Raises:
         OptionError: an engine is unknown, or has no such option.
@@ -65,7 +65,7 @@ def check_engines(name: str, value: Any) -> dict[str, dict[str, Any]]:
     given = mapping_of_mappings(name, value)
     for engine, values in given.items():
         try:
-            resolve_engine(engine).clustering.changed(engine, values)
+            resolve_engine(engine).configured(values)
         except EngineError as error:
             raise OptionError(f"{name}: {error}") from None
     return given

@@ -13,16 +13,52 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
-from omnicomp.errors import EngineError
+from omnicomp.errors import EngineError, nearest, wrong_value
 from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.operators import Operators
 from omnicomp.lowerings.engines.subgraph import Subgraph
 from omnicomp.timeline import Reason
 
-__all__ = ["Engine", "EngineExecutable", "Session", "aligned"]
-
 _ALIGNMENT: Final = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a session is made with; an engine with run options of its own derives a class.
+
+    Attributes:
+        threads: how many threads of the CPU the library may use; None for as many as torch uses. It is in
+            `Subgraph.threads` too, as many libraries want to know it when they compile.
+        wait: whether a call returns once the device is done, and not when the work is queued.
+    """
+
+    threads: int | None = None
+    wait: bool = False
+
+    def changed(self, engine: str, values: Any) -> "RunOptions":
+        """The same with a user's values.
+
+        Raises:
+            EngineError: there is no such option, or a value is of another type than the default.
+        """
+        if not isinstance(values, Mapping):
+            what = f"option run of the engine {engine}"
+            raise wrong_value(what, values, "a mapping", example={"threads": 2}, error=EngineError)
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, value in values.items():
+            if name not in known:
+                raise EngineError(f"the engine {engine} has no run option {name!r}{nearest(str(name), known)}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if name == "threads":
+                fits = value is None or (whole and value > 0)
+            else:
+                fits = isinstance(value, Mapping if isinstance(known[name], Mapping) else type(known[name]))
+            if not fits:
+                what = f"run option {name} of the engine {engine}"
+                raise wrong_value(what, value, "a value as its default", example=known[name], error=EngineError)
+        return dataclasses.replace(self, **values)
+
 
 Session = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 """Runs a subgraph on its inputs; used by one thread at a time. What it returns belongs to the caller for good."""
@@ -41,6 +77,11 @@ class EngineExecutable(abc.ABC):
         The inputs of a call are those of `Subgraph.inputs`, in that order, with the dtypes, shapes and device that
         were compiled for, and contiguous if `Engine.contiguous`. They must be left as they are.
         """
+
+    def session_with(self, options: RunOptions) -> Session:
+        """The same with run options, for a library that has such; `wait` is looked after outside."""
+        del options
+        return self.session()
 
     def dumps(self) -> bytes | None:
         """What `Engine.loads` makes the same executable of in another process; None where the library can't."""
@@ -63,6 +104,7 @@ class Engine(abc.ABC):
     Attributes:
         name: what options call it by.
         clustering: which subgraphs it gets, unless the user's options say otherwise.
+        run_options: how its sessions run, likewise.
         contiguous: whether it is called with contiguous inputs alone.
         copies: whether its executables have copies of the weights that are built in, so that weights of the same
             contents may share one; else it is for the tensors alone that it was made of, whose memory it may read.
@@ -77,6 +119,7 @@ class Engine(abc.ABC):
 
     name: str
     clustering: ClassVar[Clustering] = Clustering()
+    run_options: ClassVar[RunOptions] = RunOptions()
     contiguous: ClassVar[bool] = True
     bakes: ClassVar[bool] = True
     copies: ClassVar[bool] = False
@@ -169,8 +212,19 @@ class Engine(abc.ABC):
         Raises:
             EngineError: an option is unknown or of a wrong type.
         """
-        values = context.policy.engines.get(self.name)
-        return self.clustering.changed(self.name, values) if values else self.clustering
+        return self.configured(context.policy.engines.get(self.name, {}))[0]
+
+    def configured(self, values: Mapping[str, Any]) -> tuple[Clustering, RunOptions]:
+        """Its clustering and its run options with a user's options for it, of which `run` has the latter.
+
+        Raises:
+            EngineError: an option is unknown or of a wrong type.
+        """
+        if not values:
+            return self.clustering, self.run_options
+        others = {name: value for name, value in values.items() if name != "run"}
+        run = self.run_options.changed(self.name, values.get("run", {}))
+        return self.clustering.changed(self.name, others), run
 
     def absence(self) -> str:
         """What `missing` says, or that it raised."""

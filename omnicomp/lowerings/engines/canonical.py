@@ -9,8 +9,6 @@ from torch.fx import Graph, Node
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import argument
 
-__all__ = ["called", "canonical"]
-
 aten = torch.ops.aten
 
 _COMPARE: Final = frozenset("eq ne lt le gt ge".split())

@@ -12,22 +12,6 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import fake_value
 
-__all__ = [
-    "all_of",
-    "argument",
-    "dense",
-    "filled",
-    "first_alone",
-    "floating",
-    "no_dropout",
-    "no_masks",
-    "numeric",
-    "of_several",
-    "pads",
-    "same_heads",
-    "whole_divisor",
-]
-
 
 def argument(node: Node, name: str) -> Any:
     """An argument by the name that the operator's schema gives it; its default where it is not given."""

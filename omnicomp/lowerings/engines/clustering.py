@@ -12,9 +12,7 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.symbols import free_symbols, known_range
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
-from omnicomp.errors import EngineError, nearest
-
-__all__ = ["DYNAMIC", "Clustering", "is_call"]
+from omnicomp.errors import EngineError, nearest, wrong_value
 
 DYNAMIC: Final = ("refused", "classes", "batch", "any")
 _DEPRECATED: Final = frozenset({"trial", "trial_seconds"})
@@ -69,7 +67,9 @@ class Clustering:
             if name not in fields:
                 raise EngineError(f"the engine {engine} has no option {name!r}{nearest(name, fields)}")
             if not _fits(name, value, fields[name]):
-                raise EngineError(f"option {name} of the engine {engine} can't be {value!r}; it is {fields[name]!r}")
+                what = f"option {name} of the engine {engine}"
+                accepted = " or ".join(map(repr, DYNAMIC)) if name == "dynamic" else "a value as its default"
+                raise wrong_value(what, value, accepted, example=fields[name], error=EngineError)
         return dataclasses.replace(
             self, **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         )

@@ -20,8 +20,6 @@ from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.subgraph import Subgraph
 
-__all__ = ["FrozenInductor", "FrozenSettings", "uses_tanh"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenSettings(Clustering):
@@ -91,11 +89,7 @@ class FrozenInductor(Engine):
 
 
 def uses_tanh(node: Node) -> bool:
-    """Whether Inductor's code for a node computes `tanh`: by name, or `gelu` in its approximation by it.
-
-    Args:
-        node: of a graph before or after autograd.
-    """
+    """Whether Inductor's code for a node computes `tanh`: by name, or `gelu` in its approximation by it."""
     parts = op_name(node).split(".")
     return "tanh" in parts or ("gelu" in parts and node.kwargs.get("approximate") == "tanh")
 

@@ -21,20 +21,19 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.autograd.decompose import decomposed
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor.own_context import apart, is_symbolic, with_fixed_sizes
-from omnicomp.analysis.exact_hash import exact_hash
+from omnicomp.analysis.hashes import exact_hash
+from omnicomp.devices import resolve_device
 from omnicomp.errors import EngineError
-from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.eager import eager_executable, prepare
-from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
+from omnicomp.lowerings.engines.base import Engine, EngineExecutable, RunOptions, Session
 from omnicomp.lowerings.engines.store import key_of, store
 from omnicomp.lowerings.engines.subgraph import Subgraph, with_plain_sizes
 from omnicomp.options.digest import package_digest
+from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Reason
-from omnicomp.timeline.step_down import record_step_down
+from omnicomp.timeline.recorder import record_step_down
 from omnicomp.weights.baked import Constants, fixable
-
-__all__ = ["EngineLowering", "Program"]
 
 
 class _Process:
@@ -95,8 +94,10 @@ class _Built:
     """What was built for one class of sizes and one set of weights."""
 
     executable: EngineExecutable
+    options: RunOptions
     constants: Constants | None
     source: str
+    device: torch.device
     positions: tuple[int, ...]
     warm: bool = False
     local: threading.local = dataclasses.field(default_factory=threading.local)
@@ -106,7 +107,9 @@ class _Built:
         if found is not None:
             return found
         # What it keeps must not become of the inference mode, say, that the caller is in now.
-        made: Session = apart(self.executable.session)
+        made: Session = apart(lambda: self.executable.session_with(self.options))
+        if self.options.wait:
+            made = _waiting(made, self.device)
         self.local.session = made
         return made
 
@@ -117,16 +120,9 @@ class Program:
     _boxed_call = True
 
     def __init__(self, engine: Engine, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> None:
-        """Set up; nothing is built yet.
-
-        Args:
-            engine: which.
-            module: a functional graph of ATen operators after autograd; it is stored and not changed.
-            inputs: fake tensors and symbolic sizes, one a placeholder.
-            context: where it belongs.
-        """
+        """Set up; nothing is built yet."""
         self._engine, self._module, self._fakes, self._context = engine, module, list(inputs), context
-        self._clustering = engine.clustering_for(context)
+        self._clustering, self._run_options = engine.configured(context.policy.engines.get(engine.name, {}))
         self._symbolic = is_symbolic(self._fakes)
         self._fixes = self._symbolic and self._clustering.dynamic == "classes"
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
@@ -306,7 +302,14 @@ class Program:
             made, source = make(), "compiled"  # an id says nothing about the contents in a later call
         if constants is not None:
             constants.built()
-        built = _Built(executable=made, constants=constants, source=source, positions=self._positions())
+        built = _Built(
+            executable=made,
+            options=self._run_options,
+            constants=constants,
+            source=source,
+            device=subgraph.device,
+            positions=self._positions(),
+        )
         self._built[(*sizes, id(weights[0]) if weights else 0)] = built
         self._last = built
         return built
@@ -325,9 +328,21 @@ class Program:
             constants={index: _alias(inputs[index].detach()) for index in self._weights},
             device=tensors[0].device if tensors else torch.device(self._context.device.type),
             dynamic=self._symbolic and not self._fixes,
-            threads=torch.get_num_threads(),
+            threads=self._run_options.threads or torch.get_num_threads(),
             options=self._clustering,
         )
+
+
+def _waiting(session: Session, device: torch.device) -> Session:
+    """A session that returns once the device is done."""
+    contract = resolve_device(device.type)
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        results = session(inputs)
+        contract.synchronize()
+        return results
+
+    return run
 
 
 def _checked(made: object, engine: Engine) -> EngineExecutable:

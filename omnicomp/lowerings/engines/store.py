@@ -14,11 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from omnicomp.forks import new_lock
-from omnicomp.privacy import logger
-from omnicomp.store import folder, oldest_first, read_trusted, write_whole
-
-__all__ = ["Store", "store"]
+from omnicomp._torch.inductor.store import folder, note_use, oldest_first, read_trusted, write_whole
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 
 log = logger("omnicomp.engines")
 
@@ -129,6 +127,7 @@ def _load(path: Path, load: Callable[[bytes], object]) -> object | None:
         return None
     with contextlib.suppress(OSError):  # only its age is lost
         os.utime(path)
+    note_use(path)
     return found
 
 
@@ -139,6 +138,7 @@ def _keep(path: Path, made: object, dump: Callable[[object], bytes | None]) -> N
         if body is None or len(body) > allowed:
             return
         write_whole(path, hashlib.sha256(body).hexdigest().encode() + body, files=None)
+        note_use(path)
         prune(path.parent.parent, allowed)
     except Exception as error:  # noqa: BLE001 - it runs all the same; the next process compiles again
         log.warning("%s can't be kept: %s: %s", path.name, type(error).__name__, error)

@@ -15,12 +15,10 @@ import torch
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
+from omnicomp.lowerings.engines.lazy import missing_package
 from omnicomp.lowerings.engines.onnxruntime import OnnxRuntimeEngine
 from omnicomp.lowerings.engines.onnxruntime.model import onnx_model
 from omnicomp.lowerings.engines.subgraph import Subgraph
-from omnicomp.lowerings.engines.versions import missing_package
-
-__all__ = ["TensorRtEngine"]
 
 _PACKAGES: Final = {"tensorrt": (10,), "onnx": (1, 17), "onnxscript": (0, 5)}
 _INSTALL: Final = 'pip install "omnicomp[tensorrt]"'
@@ -75,7 +73,7 @@ class TensorRtEngine(Engine):
         made = onnx_model(subgraph)
         model, inputs, outputs = _with_weights(made.data, weights)
         plan = _built(model, subgraph.options.workspace_bytes)
-        distinct = {index: fake for index, fake in zip(_given(made.results), values, strict=True)}
+        distinct = dict(zip(_given(made.results), values, strict=True))
         head = {
             "results": list(made.results),
             "inputs": inputs,

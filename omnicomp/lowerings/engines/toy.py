@@ -12,8 +12,6 @@ from omnicomp.lowerings.engines.base import Engine, EngineExecutable, Session
 from omnicomp.lowerings.engines.clustering import Clustering
 from omnicomp.lowerings.engines.subgraph import Subgraph
 
-__all__ = ["ToyEngine", "ToyExecutable", "in_order", "owners", "planned"]
-
 aten = torch.ops.aten
 
 

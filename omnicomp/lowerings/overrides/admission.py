@@ -21,8 +21,6 @@ from omnicomp.lowerings.overrides.declaration import Override, refused
 from omnicomp.lowerings.overrides.rewrite import excluded, found_wrong
 from omnicomp.timeline import Reason
 
-__all__ = ["Refused", "admit", "call_arguments", "raised"]
-
 
 class Refused(Exception):
     """The block is left as it is."""

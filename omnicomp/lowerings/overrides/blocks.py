@@ -20,12 +20,10 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.autograd.dispatch_trace import listening, storage_key
 from omnicomp._torch.autograd.overrides import HigherOrderOperator, mutated_arguments, source_name
 from omnicomp._torch.symbols import expression
+from omnicomp.analysis.collectives import communicates
 from omnicomp.analysis.nodes import fake_value, op_name, plain_path
 
-__all__ = ["Block", "Effects", "effects", "find_blocks"]
-
 _MODES: Final = ("autocast", "grad_enabled", "inference_mode", "_functorch", "vmap_", "_nesting")
-_COLLECTIVES: Final = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _STATE: Final = re.compile(r"(?:_parameters|_buffers)\['[^']+'\]$")
 
 
@@ -190,10 +188,6 @@ class Effects:
 def effects(nodes: Sequence[Node], results: Sequence[Node] = ()) -> Effects:
     """Run nodes on fake tensors, and note their effects.
 
-    Args:
-        nodes: in program order, of one graph.
-        results: those of which it is to be known whether they share memory.
-
     Raises:
         Exception: whatever an operator raises on fake tensors.
     """
@@ -208,7 +202,7 @@ def effects(nodes: Sequence[Node], results: Sequence[Node] = ()) -> Effects:
     def listen(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         if draws(operator, args, kwargs):
             other.append(f"it draws random numbers ({operator})")
-        if getattr(operator, "namespace", "") in _COLLECTIVES:
+        if communicates(operator):
             other.append(f"it communicates ({operator})")
         for value in written(operator, args, kwargs):
             found = memory.get(storage_key(value))

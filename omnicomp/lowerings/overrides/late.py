@@ -21,8 +21,6 @@ from omnicomp.lowerings.overrides.rewrite import declined_at
 from omnicomp.options.placement_rules import last_match
 from omnicomp.timeline import NodePlacement, Reason
 
-__all__ = ["Choice", "LateOverrides", "can_restart", "left_for", "raise_late", "restartable", "too_late"]
-
 _local: Final = threading.local()
 # What autograd puts behind operators of the program; refusing it says nothing of a module.
 _AUTOGRADS: Final = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -87,13 +85,7 @@ def _before(context: LoweringContext) -> tuple[str, ...]:
 
 
 def raise_late(graph: GraphRecord, error: Exception, by: str) -> None:
-    """Raise `LateOverrides` with all overrides that may still enter, where something can't be compiled as a whole.
-
-    Args:
-        graph: what it belongs to.
-        error: why it can't.
-        by: what failed.
-    """
+    """Raise `LateOverrides` with all overrides that may still enter, where something can't be compiled as a whole."""
     matches = [match for match in graph.late if match.declined is None]
     if matches:
         reason = Reason(

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,12 +19,13 @@ import torch
 
 from omnicomp._torch.autograd import overrides as torch_overrides
 from omnicomp._torch.autograd.overrides import OpOverload
+from omnicomp._torch.inductor.own_context import apart
 from omnicomp.errors import OptionError, OverrideError, nearest
-from omnicomp.forks import new_lock
 from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
 from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.options.checks import listed
-from omnicomp.privacy import logger
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 
 __all__ = [
     "GROUP",
@@ -41,6 +43,10 @@ __all__ = [
 log = logger("omnicomp.overrides")
 
 GROUP: Final = "omnicomp.overrides"
+
+_SHIPPED: Final = tuple(
+    f"omnicomp.lowerings.overrides.{name}" for name in ("int8_linear", "linear_cross_entropy", "softmax_topk")
+)
 
 _registry: dict[str, Override] = {}
 _lock = new_lock()
@@ -138,6 +144,8 @@ def override(
         raise OverrideError("setup_context= prepares backward=, which is missing")
     if excerpt is not None and mutates:
         raise OverrideError("excerpt= is for operators that change none of their inputs, and mutates= names some")
+
+    _load_shipped()
 
     def register(function: Function) -> Function:
         plain = torch_overrides.python_function(function)
@@ -277,18 +285,39 @@ def unregister(name: str) -> None:
     Raises:
         OverrideError: there is none of that name.
     """
+    _load_shipped()
     with _lock:
         if _registry.pop(name, None) is None:
             raise OverrideError(f"there is no override named {name!r}")
 
 
+_shipped = False
+_loading: Final = threading.local()
+
+
+def _load_shipped() -> None:
+    """Import the overrides that ship, before any other is registered or asked for; no import of the package waits."""
+    global _shipped
+    if _shipped or _loading.__dict__.get("under_way"):
+        return  # they are there, or one of them registers itself
+    _loading.under_way = True
+    try:
+        torch_overrides.tell_inspect(*_SHIPPED)
+        for name in _SHIPPED:  # where another thread imports one, this waits
+            apart(functools.partial(importlib.import_module, name))
+        _shipped = True
+    finally:
+        _loading.under_way = False
+
+
 @functools.cache
 def broken() -> dict[str, str]:
     """Import the entry points of the group; returns the errors of those that cannot be imported, by name."""
+    _load_shipped()
     errors: dict[str, str] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:
-            entry.load()
+            apart(entry.load)  # it may be the middle of a compilation, where tensors are fake
         except Exception as error:  # noqa: BLE001 - someone else's package; kept, logged, and put into the timeline
             errors[entry.name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             log.warning("the override %s can't be loaded: %s", entry.name, errors[entry.name])

@@ -12,16 +12,14 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.patterns import Match, Pattern, build_pattern
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line
-from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import LoweringContext, names_in_order
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.lowerings.overrides.registry import enabled
 from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.options.placement_rules import last_match
-from omnicomp.privacy import logger
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import NodePlacement, Reason
-
-__all__ = ["REFUSED", "Left", "apply_overrides", "declined_at", "entering", "excluded", "found_wrong", "next_lowering"]
 
 log = logger("omnicomp.overrides")
 
@@ -197,15 +195,7 @@ def next_lowering(context: LoweringContext) -> str:
 def declined_at(
     node: Node, reason: Reason, context: LoweringContext, *, module: str | None = None, op: str | None = None
 ) -> NodePlacement:
-    """Record that an override matched at a node but was refused.
-
-    Args:
-        node: the node, or the first of a block.
-        reason: why.
-        context: where the graph comes from.
-        module: path of the block's module; the node's by default.
-        op: the block's class; the node's operator by default.
-    """
+    """Record that an override matched at a node but was refused."""
     source, name = source_line(node), op or op_name(node)
     located = dataclasses.replace(reason, node=f"{node.name} ({name})", source=source)
     return NodePlacement(

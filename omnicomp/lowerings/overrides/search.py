@@ -25,8 +25,6 @@ from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering, excluded, found_wrong
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
 
-__all__ = ["Ended", "Found", "apply_searches"]
-
 _SHAPE_ONLY: Final = ("size", "dim", "ndimension", "numel", "sym_size", "stride")
 _SHAPE_ATTRIBUTES: Final = ("shape", "ndim", "dtype", "device")
 _MODES: Final = ("grad_enabled", "inference_mode", "_functorch", "vmap_", "_nesting")
@@ -73,12 +71,6 @@ def apply_searches(
     module: GraphModule, context: LoweringContext, choice: Choice, *, training: bool
 ) -> tuple[NodePlacement, ...]:
     """Put the overrides with a search into a Dynamo graph, in place.
-
-    Args:
-        module: the graph.
-        context: where it comes from.
-        choice: which of them enter; gets those that did.
-        training: whether it may be differentiated.
 
     Returns:
         The matches at which the override was not inserted, with the reason.

@@ -10,8 +10,6 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 
-__all__ = ["Linear", "argument", "copy_slice", "is_cast", "is_copy", "is_view_of_rows", "kind", "linear", "slices_rows"]
-
 _NAMESPACES: Final = ("torch", "torch.nn.functional", "operator", "Tensor", "torch.special")
 _VIEWS: Final = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _CASTS: Final = ("to", "float", "half", "bfloat16", "type", "type_as")

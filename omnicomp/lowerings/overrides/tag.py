@@ -10,17 +10,15 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.symbols import expression
 from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
-from omnicomp.forks import new_lock
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments, raised
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
 from omnicomp.lowerings.overrides.declaration import Function, Override, refused
 from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering
-from omnicomp.privacy import logger
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
-
-__all__ = ["Matched", "apply_blocks", "matched_at", "matched_block"]
 
 log = logger("omnicomp.overrides")
 
@@ -50,12 +48,6 @@ def apply_blocks(
     module: GraphModule, context: LoweringContext, choice: Choice, *, training: bool
 ) -> tuple[NodePlacement, ...]:
     """Put the overrides of blocks into a Dynamo graph, in place.
-
-    Args:
-        module: the graph.
-        context: where it comes from.
-        choice: which of them enter; gets those that did.
-        training: whether it may be differentiated.
 
     Returns:
         The blocks that an override matched but was not put into, with its reason.
@@ -97,12 +89,7 @@ def apply_blocks(
 
 
 def matched_block(item: Override, node: Node) -> Matched | None:
-    """What a call of an override replaced; None if it is not known any more.
-
-    Args:
-        item: an override of the tag form.
-        node: a call of its operator, before or after autograd.
-    """
+    """What a call of an override replaced; None if it is not known any more."""
     stack = node.meta.get("nn_module_stack") or {}
     with _lock:
         return _matched.get((item.name, next(reversed(stack), "")))

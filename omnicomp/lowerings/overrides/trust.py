@@ -13,13 +13,11 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from omnicomp.analysis.stable_identity import size_class
-from omnicomp.forks import new_lock
+from omnicomp._torch.inductor.store import JsonStore
+from omnicomp.analysis.hashes import size_class
 from omnicomp.lowerings.overrides.declaration import Override
-from omnicomp.store import JsonStore
+from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Reason
-
-__all__ = ["classify", "distrust", "distrusted", "forget", "is_trusted", "trust"]
 
 # A class of arguments is as good as the text that names it; the reason is for a person.
 _RIGHT: Final = JsonStore[str]("overrides/trusted", str, str)
@@ -59,14 +57,7 @@ def _layout(value: torch.Tensor) -> str:
 
 
 def is_trusted(item: Override, case: str, device: torch.device, *, stored: bool) -> bool:
-    """Whether an override was found right for a class of arguments.
-
-    Args:
-        item: the override.
-        case: dtypes and shape class, and whatever else tells one use of the override from another.
-        device: where the arguments are.
-        stored: whether to look on disk, too.
-    """
+    """Whether an override was found right for a class of arguments."""
     key = _key(item, device, case)
     if key in _trusted:
         return True

@@ -1,89 +1,255 @@
-"""Padding masks that are inputs: assumed to be full where that makes the attention faster, and checked at each call."""
+"""Masks that are inputs: what they are by their values, which is checked at each call, where that makes it faster."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Final
 
+import torch
 from torch.fx import Node
 
 from omnicomp._torch.autograd.attention import hint_of
-from omnicomp.passes.assumptions import Assumption, assumption, worth
-from omnicomp.passes.attention.build import Builder
-from omnicomp.passes.attention.form import Form
-from omnicomp.passes.attention.masking import Masking
-from omnicomp.passes.attention.masks import Mask, padding_reads, without_padding
-from omnicomp.passes.attention.site import Site
-from omnicomp.passes.attention.terms import flat
-from omnicomp.passes.base import PassContext
+from omnicomp.analysis.nodes import fake_value
+from omnicomp.passes.assumptions import Added, Assumption, mask_assumption, worth
+from omnicomp.passes.attention.build import Builder, value_of
+from omnicomp.passes.attention.flexible import SPARSE_PAIRS
+from omnicomp.passes.attention.form import LEAST_IN_HALF, SWALLOWS, Form
+from omnicomp.passes.attention.masking import Masking, known_masking, mask_key, with_class
+from omnicomp.passes.attention.masks import Mask, sees_first_key, under
+from omnicomp.passes.attention.sdpa import hides
+from omnicomp.passes.attention.session import Session
+from omnicomp.passes.attention.site import Add, Fill, Floor, Site, axes_in
+from omnicomp.passes.attention.terms import Apply, Axis, Term, flat
+from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.timeline import Reason
 
-__all__ = ["assume_full"]
+_FULL: Final = MaskClass(kind="full")
+_Groups = tuple[tuple[Axis, ...], ...]
 
 
-def assume_full(
-    site: Site, form: Form, masking: Masking, builder: Builder, context: PassContext, sites: int = 1
-) -> Masking | Reason:
-    """What the mask is if nothing is padded, once that is assumed.
+def settle_mask(site: Site, form: Form, masking: Masking, session: Session) -> Masking:
+    """What is known of a mask once the class of what depends on data is assumed.
 
     Args:
         site: the attention.
         form: its form.
-        masking: what its mask hides.
-        builder: inserts the condition that is to be checked; the caller takes the nodes back.
-        context: where the assumption is recorded; it must allow to speculate.
-        sites: how many attentions of the graph may share the mask.
-
-    Returns:
-        What is then hidden, or why nothing was assumed.
+        masking: what is proved of its mask.
+        session: whose context allows to speculate.
     """
-    mask = masking.mask
-    if mask is None or context.root is None:
-        return _reason("there is no mask", "a padding mask")
-    groups = form.groups(site)
-    named: dict[str, Any] = dict(zip(("batch", "heads", "query", "key"), map(flat, groups), strict=True))
-    conditions = padding_reads(mask)
-    if not conditions:
-        return _reason("no part of the mask depends on batch and key alone", "a padding mask", mask)
-    rest = without_padding(mask, **named)
-    if masking.biases or not (rest.is_full or rest.is_causal):
-        return _reason("without padding the mask would still have to be made", "full, or causal", mask)
-    assumed: list[Assumption] = []
-    for condition in conditions:
-        try:
-            made = builder.term(condition.term, (groups[0], (), (), groups[3]), site.fake().device)
-        except (RuntimeError, ValueError, TypeError) as error:
-            return _reason(f"the condition can't be made: {str(error).splitlines()[0]}", "cheap operators", mask)
-        assert isinstance(made, Node)
-        found = assumption(context.root, made, sentence="nothing is padded", saves=f"attention mask ({mask.name})")
-        if isinstance(found, Reason):
-            return found
-        assumed.append(found)
-    refused = worth(
-        site.fake().device.type,
-        flops=_flops(site, groups) * sites,
-        sites=sites,
-        causal=rest.is_causal and not rest.is_full,
-        checked_bytes=sum(a.bytes for a in assumed),
+    context = session.context
+    wish = _Wish.of(site, form, masking, session)
+    if wish is None or context.root is None:
+        return masking
+    with session.attempt(site) as attempt:  # whatever is inserted is taken back
+        question = wish.question(attempt.builder, context.root)
+    if isinstance(question, Reason) or wish.refused(question, session.softmaxes) is not None:
+        return masking
+    is_new = all(item.key != question.key for item in context.assumptions)
+    found = context.settle(question, wish.guess)
+    if is_new and found.kind != "general":
+        session.asked[mask_key(site, form)] = question
+    if found.is_known:
+        return known_masking(site, form, masking, found)
+    return dataclasses.replace(masking, nonempty=found.kind != "general")
+
+
+def settle_plain(
+    masking: Masking, groups: _Groups, node: Node, session: Session, *, flops: int, causal: bool
+) -> Masking:
+    """The same for a mask that is given to a function of torch's, which does without it or takes `is_causal` instead.
+
+    Args:
+        masking: what is proved of the mask.
+        groups: the axes of batch, heads, queries and keys that it was read with; queries may be none.
+        node: the call of the function.
+        session: whose context allows to speculate.
+        flops: operations of the attention.
+        causal: whether it may take `is_causal` in the end.
+    """
+    context = session.context
+    biases = [step for step in masking.biases if isinstance(step, Add) and hides(step, session.reader)]
+    rest = under(masking.mask, _FULL, **_named(groups))
+    if len(biases) != len(masking.biases) or not (rest.is_full or rest.is_causal) or context.root is None:
+        return masking
+    conditions = [conjunct.term for conjunct in masking.mask.conjuncts if conjunct.data] if masking.mask else []
+    if not (conditions or biases):
+        return masking
+    wish = _Wish(
+        device=fake_value(node)[0].device,
+        guarded=0,
+        groups=groups,
+        keep=_all_of(conditions),
+        added=[_negated(step) for step in biases],
+        accepts=frozenset(("full", "causal") if groups[2] else ("full",)),
+        is_causal=causal,
+        name=masking.name,
+        flops=flops,
     )
-    if refused is not None:
-        return refused
-    for found in assumed:
-        context.assume(found)
-    return Masking(mask=rest, keep=rest.term, biases=(), finite=masking.finite, assumed=True)
+    with session.trial(node) as builder:
+        question = wish.question(builder, context.root)
+    if isinstance(question, Reason) or wish.refused(question, session.softmaxes) is not None:
+        return masking
+    found = context.settle(question, _FULL if not groups[2] else GENERAL)
+    return with_class(masking, groups, found) if found.is_known else masking
 
 
-def _flops(site: Site, groups: Any) -> int:
-    """4 * batch * heads * queries * keys * features, for the sizes seen at compile time."""
-    total = 4
-    for axis in flat((*(a for group in groups for a in group), *site.features)):
+@dataclasses.dataclass(kw_only=True)
+class _Wish:
+    """What would help a site to be known of its mask.
+
+    Attributes:
+        device: that the attention runs on.
+        groups: the axes of batch, heads, queries and keys.
+        keep: the conditions on data, all of which a key has to meet; None for none.
+        added: what is added to the scores and may hide keys.
+        accepts: kinds of classes that something is done about.
+        is_causal: whether the best of them leaves a causal mask, rather than none.
+        guarded: elements of the mask that has to be looked through for rows without a key.
+        name: of the mask as it is.
+        flops: operations of the attention.
+    """
+
+    device: torch.device
+    groups: _Groups
+    keep: Term | None
+    added: list[Term]
+    accepts: frozenset[str]
+    is_causal: bool
+    guarded: int
+    name: str
+    flops: int
+
+    @classmethod
+    def of(cls, site: Site, form: Form, masking: Masking, session: Session) -> "_Wish | None":
+        """The wish for a site, or None if its mask depends on no data, or nothing could be done about it."""
+        if any(not isinstance(step, Fill | Add | Floor) for step in form.mask):
+            return None
+        # No score that is seen reaches such a bound, and what is hidden stays so.
+        floors = sum(isinstance(step, Floor) for step in form.mask)
+        mask, reader, device = masking.mask, session.reader, site.fake().device.type
+        biases = [step for step in masking.biases if isinstance(step, Add) and hides(step, reader)]
+        added = [_negated(step) for step in biases]
+        conditions = [conjunct for conjunct in mask.conjuncts if conjunct.data] if mask is not None else []
+        if not (conditions or added) or any(not term.dtype.is_floating_point for term in added):
+            return None
+        groups = form.groups(site)
+        axes = {axis for term in (*(c.term for c in conditions), *added) for axis in axes_in(term)}
+        queries, keys = set(flat(site.queries)), set(flat(site.keys))
+        rest = under(mask, _FULL, **_named(groups))
+        # Blocks of documents are skipped as they are.
+        left = device == "cuda" and any(conjunct.kind == "document" for conjunct in conditions)
+        strong = set[str]()
+        if (rest.is_full or rest.is_causal) and len(biases) + floors == len(masking.biases) and not left:
+            strong.add("full")
+            if axes & queries and axes & keys:
+                strong.add("causal")
+                sparse = device == "cuda" and rest.is_full and not site.dropout and not floors
+                if sparse and _count(queries | keys) >= SPARSE_PAIRS:
+                    strong |= {"band", "prefix"}
+        weak = set[str]()
+        guarded = 0
+        # A kernel that is called by the program is called as it is.
+        free = site.sinks or site.call is not None or floors
+        if not free and not (mask is not None and mask.rows_nonempty and not masking.biases):
+            weak = _weak(rest, groups)
+            if site.dtype is torch.float16 and len(biases) != len(masking.biases):
+                weak = set()  # several biases may together be as low as what swallows scores
+            shown = {axis for step in form.mask for axis in _axes_of(step)}
+            guarded = _count(shown) if weak and shown & keys else 0
+        if not (strong or weak):
+            return None
+        return cls(
+            device=site.fake().device,
+            groups=groups,
+            keep=_all_of([conjunct.term for conjunct in conditions]),
+            added=added,
+            accepts=frozenset(strong | weak),
+            is_causal="causal" in strong or ("full" in strong and rest.is_causal and not rest.is_full),
+            guarded=guarded,
+            name=masking.name,
+            flops=4 * _count(flat((*(axis for group in groups for axis in group), *site.features))),
+        )
+
+    @property
+    def guess(self) -> MaskClass:
+        """The class where there are no values to look at yet: padding mostly is full."""
+        return _FULL if "full" in self.accepts and "causal" not in self.accepts else GENERAL
+
+    def question(self, builder: Builder, root: Any) -> Assumption | Reason:
+        """The assumption, of no class yet, or why it can't be checked."""
+        try:
+            keep = None if self.keep is None else self._made(self.keep, builder)
+            added = [Added(node=self._made(term, builder), hides=_hides_at(term)) for term in self.added]
+        except (RuntimeError, ValueError, TypeError) as error:
+            return _reason(f"the mask can't be made: {str(error).splitlines()[0]}", self.name)
+        if any(fake_value(item.node).requires_grad for item in added):
+            return _reason("gradients flow to the mask", self.name)
+        saves = f"attention mask ({self.name})"
+        return mask_assumption(root, keep, added, accepts=self.accepts, saves=saves)
+
+    def _made(self, term: Term, builder: Builder) -> Node:
+        made = builder.term(term, self.groups, self.device)
+        if value_of(made).dim() == 0:
+            made = builder.call(torch.Tensor.reshape, (made, (1, 1, 1, 1)))
+        assert isinstance(made, Node)
+        return made
+
+    def refused(self, question: Assumption, sites: int) -> Reason | None:
+        """Why a check does not pay; None if it does."""
+        strong = not self.accepts.isdisjoint(("full", "causal"))
+        return worth(
+            self.device.type,
+            flops=self.flops * sites if strong else 0,
+            sites=sites,
+            causal=self.is_causal,
+            checked_bytes=question.bytes,
+            input_bytes=question.input_bytes,
+            guarded=self.guarded,
+        )
+
+
+def _all_of(conditions: list[Term]) -> Term | None:
+    keep: Term | None = None
+    for term in conditions:
+        keep = term if keep is None else Apply(dtype=torch.bool, op="and", args=(keep, term))
+    return keep
+
+
+def _weak(rest: Mask, groups: _Groups) -> set[str]:
+    """Which classes of the data leave no row empty, beside the conditions on indices."""
+    if rest.is_full:
+        return {"rows"}
+    return {"first"} if sees_first_key(rest, **_named(groups)) else set()
+
+
+def _named(groups: _Groups) -> dict[str, tuple[Axis, ...]]:
+    return dict(zip(("batch", "heads", "query", "key"), map(flat, groups), strict=True))
+
+
+def _negated(step: Add) -> Term:
+    return Apply(dtype=step.term.dtype, op="neg", args=(step.term,)) if step.negative else step.term
+
+
+def _axes_of(step: Any) -> set[Axis]:
+    return axes_in(step.condition if isinstance(step, Fill) else step.term)
+
+
+def _hides_at(term: Term) -> float:
+    return LEAST_IN_HALF if term.dtype is torch.float16 else SWALLOWS
+
+
+def _count(axes: Any) -> int:
+    """How many elements there are, for the sizes seen at compile time."""
+    total = 1
+    for axis in axes:
         total *= hint_of(axis.size)
     return total
 
 
-def _reason(sentence: str, needed: str, mask: Mask | None = None) -> Reason:
+def _reason(sentence: str, name: str) -> Reason:
     return Reason(
         code="not_checkable",
         sentence=sentence,
         by="attention_fusion",
-        observed=mask.name if mask is not None else "",
-        needed=needed,
-        lever="pass no mask where nothing is padded",
+        observed=name,
+        needed="cheap operators on the model's inputs",
+        lever="pass no mask where nothing is hidden",
     )

@@ -11,8 +11,6 @@ from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term, flat
 
-__all__ = ["Builder", "Call", "value_of"]
-
 Call = Callable[..., Any]
 Group = tuple[Axis, ...]
 

@@ -1,5 +1,7 @@
 """Candidates for an attention: normalizations over keys, in any spelling, between two products."""
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -7,29 +9,22 @@ import torch
 from torch.fx import Graph
 
 from omnicomp._torch.autograd.attention import known_equal
+from omnicomp.passes.attention.reader import axes_of
 from omnicomp.passes.attention.site import MatchEnded
+from omnicomp.passes.attention.terms import flat
 from omnicomp.passes.attention.trace import Op, Trace, Value
-from omnicomp.passes.attention.views import VIEWS
-
-__all__ = [
-    "PASSED",
-    "PRODUCTS",
-    "behind_views",
-    "candidates",
-    "comes_from_product",
-    "exponential",
-    "normalized_dim",
-    "product_below",
-    "unread",
-    "written_out",
-]
+from omnicomp.passes.attention.views import VIEWS, NotAView, broadcast, followed
 
 PRODUCTS: Final = ("bmm", "mm")
+_COPIES: Final = ("clone", "_to_copy", "alias", "detach")
+_SUMS: Final = ("sum", "linalg_vector_norm")
 _SOFTMAX: Final = ("_softmax", "_safe_softmax")
+_MOVED: Final = (*VIEWS, "_to_copy", "clone")
+_AROUND: Final = ("clone", "expand", "_to_copy", "copy")
 PASSED: Final = frozenset(
-    "add sub rsub mul div neg where masked_fill clamp clamp_min maximum minimum tanh exp scaled_add _to_copy copy cat "
-    "dropout sigmoid relu pow sqrt index_put slice_scatter constant_pad_nd gather index amax max sum nan_to_num abs "
-    "logsumexp overwritten as_strided new_zeros nan_to_num roll flip".split()
+    "add sub rsub mul div neg lerp where masked_fill clamp clamp_min maximum minimum tanh exp scaled_add _to_copy copy "
+    "cat stack dropout sigmoid relu pow sqrt index_put slice_scatter constant_pad_nd gather index amax max sum abs "
+    "logsumexp overwritten as_strided new_zeros nan_to_num roll flip tril triu".split()
 ) | frozenset(VIEWS)
 
 
@@ -54,17 +49,18 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
     for op in trace.ops:
         if op.node.graph is not graph or not op.outputs:
             continue
-        if op.name == "exp" and _is_normalized_later(op):
+        if _is_normalized_later(op):
             yield (
                 op,
                 MatchEnded(
                     op.node,
-                    "the weights are normalized after their product with the values, not before it",
-                    needed="a softmax, and then the product with the values",
-                    lever="write torch.softmax(scores, -1) @ v, which is (e @ v) / e.sum(-1, keepdim=True)",
+                    "the product of the exponentials with the values is not divided by their sums as they are",
+                    needed="(e @ v) / e.sum(-1, keepdim=True), or a softmax and then the product with the values",
+                    lever="mask the scores, and not their exponentials, add nothing to the sums, and write "
+                    "torch.softmax(scores, -1) @ v",
                 ),
             )
-        elif op.name in _SOFTMAX and (mixing := _mixing(op)) is not None:
+        elif op.name in _SOFTMAX and op.outputs[0].fake.dim() and (mixing := _mixing(op)) is not None:
             yield (
                 op,
                 MatchEnded(
@@ -74,22 +70,119 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
                     lever="leave the mixing of heads out, or mix the outputs of the heads instead",
                 ),
             )
+        elif op.name in _SOFTMAX and op.outputs[0].fake.dim() and (sum_of := _multiplied_out(op)) is not None:
+            yield (
+                op,
+                MatchEnded(
+                    sum_of.node,
+                    "all pairs are multiplied and summed where a product would do",
+                    needed="products of queries and keys, and of weights and values",
+                    lever="write q @ k.transpose(-2, -1) for (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), and "
+                    "weights @ v for (weights.unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)",
+                ),
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Late:
+    """A softmax whose sum divides the product with the values, `(e @ v) / e.sum(-1, keepdim=True)`.
+
+    Attributes:
+        product: the product of exponentials and values.
+        total: the sum of the exponentials; the product itself where a column of ones among the values makes it.
+        division: the one by the other.
+    """
+
+    product: Op
+    total: Op
+    division: Op
+
+
+def normalized_later(op: Op) -> Late | None:
+    """The late softmax whose exponentials an operator makes, or None."""
+    if _exponent(op) is None or _own_sum(op) is not None:
+        return None
+    products = _reached(op.outputs[0], PRODUCTS, (*VIEWS, "_to_copy", "clone", "dropout"))
+    totals = _reached(op.outputs[0], ("sum",), ("_to_copy", "clone"))
+    if not totals and len(products) == 1 and behind_views(products[0].args[0], _MOVED) is op.outputs[0]:
+        totals = products
+    if len(products) != 1 or len(totals) != 1:
+        return None
+    if totals is not products and len(totals[0].argument("dim") or ()) != 1:
+        return None
+    for division in _reached(products[0].outputs[0], ("div",), _MOVED):
+        if len(division.args) == 2 and isinstance(division.args[1], Value) and not division.kwargs:
+            above, below = (behind_views(each, _MOVED) for each in division.args)
+            if above is products[0].outputs[0] and below is totals[0].outputs[0]:
+                return Late(product=products[0], total=totals[0], division=division)
+    return None
+
+
+def _reached(value: Value, names: Sequence[str], through: Sequence[str]) -> list[Op]:
+    """The operators of the given names that read a value, directly or through others."""
+    found: list[Op] = []
+    queue = [value]
+    for item in queue:
+        for user in item.users:
+            if user.name in names and user not in found:
+                found.append(user)
+            elif user.name in through and len(queue) < 200:
+                queue.extend(each for each in user.outputs if each not in queue)
+    return found
 
 
 def _is_normalized_later(op: Op) -> bool:
-    """Whether an exponential of scores goes both to a product with values and to a sum, and is not divided before."""
-    if exponential(op) is not None or not comes_from_product(op.args[0]):
+    """Whether an exponential of scores goes both to a product with values and to a sum, and is no softmax for us."""
+    exponent = _exponent(op)
+    if exponent is None or exponential(op) is not None or not comes_from_product(exponent):
         return False
-    found, queue = set[str](), [op.outputs[0]]
-    for value in queue:
-        for user in value.users:
-            if user.name in (*VIEWS, "_to_copy", "clone") and user.outputs[0] not in queue:
-                queue.extend(user.outputs)
-            elif user.name in PRODUCTS and not any(_is_parameter(v) for v in user.inputs):
-                found.add("product")
-            elif user.name == "sum":
-                found.add("sum")
-    return found == {"product", "sum"}
+    through = (*VIEWS, "_to_copy", "clone", "mul", "where", "masked_fill", "dropout")
+    products = _reached(op.outputs[0], PRODUCTS, (*through, "div"))
+    computed = [product for product in products if not any(map(_is_parameter, product.inputs))]
+    if not computed or any(_reached(each.outputs[0], _SUMS, through) for each in _twins(op)):
+        # What divides the weights by their own sums is the candidate, and not its exponentials.
+        return bool(computed) and not any(exponential(user) for user in op.outputs[0].users)
+    # The sum may be a column of the product, that of ones beside the values.
+    moved = (*_MOVED, "add", "clamp", "clamp_min", "maximum", "where", "masked_fill")
+    return any(
+        all(isinstance(each, Value) and behind_views(each, moved) is product.outputs[0] for each in division.args)
+        for product in computed
+        for division in _reached(product.outputs[0], ("div",), moved)
+    )
+
+
+def _multiplied_out(softmax: Op) -> Op | None:
+    """The sum of products of all pairs, in the place of the product of scores or of that with the values."""
+    scores = next(softmax.inputs)
+    before, after = _sum_of_pairs(scores, up=True), _sum_of_pairs(softmax.outputs[0], up=False)
+    whole = (before or comes_from_product(scores)) and (after or product_below(softmax.outputs[0]))
+    return (before or after) if whole else None
+
+
+def _sum_of_pairs(value: Value, *, up: bool) -> Op | None:
+    """The first sum over a product of elements in which both operands are repeated, through arithmetic and views."""
+    seen, queue = {value}, [value]
+    for item in queue:
+        for op in ([item.op] if item.op is not None else []) if up else item.users:
+            if op.name == "sum" and _repeats_both(behind_views(op.args[0], _AROUND).op):
+                return op
+            if op.name in PASSED and len(seen) < 200:
+                new = [v for v in (op.inputs if up else op.outputs) if v not in seen]
+                seen.update(new)
+                queue.extend(new)
+    return None
+
+
+def _repeats_both(op: Op | None) -> bool:
+    if op is None or op.name != "mul" or not all(isinstance(each, Value) for each in op.args):
+        return False
+    shape = op.outputs[0].fake.shape
+    shapes = [each.fake.shape for each in op.args]
+    return all(
+        len(own) == len(shape)
+        and any(known_equal(one, 1) and not known_equal(all_, 1) for one, all_ in zip(own, shape, strict=True))
+        for own in shapes
+    )
 
 
 def _mixing(softmax: Op) -> Op | None:
@@ -111,6 +204,8 @@ def _nearest(value: Value, size: Any, *, up: bool) -> Op | None:
     seen, queue = {value}, [value]
     for item in queue:
         for op in ([item.op] if item.op is not None else []) if up else item.users:
+            if op.name == "convolution":
+                return op
             if op.name in PRODUCTS:
                 features = (op.outputs[0] if up else op.args[0]).fake.shape[-1]
                 return None if known_equal(features, size) or len(seen) > 200 else op
@@ -121,23 +216,87 @@ def _nearest(value: Value, size: Any, *, up: bool) -> Op | None:
     return None
 
 
+def _twins(exp: Op) -> list[Op]:
+    """The exponentials of the same scores, maybe less something, that a program takes more than once."""
+    value = next(exp.inputs)
+    if value.op is not None and value.op.name == "sub" and isinstance(value.op.args[0], Value):
+        value = value.op.args[0]
+    return [exp, *(other for other in _reached(value, (exp.name,), ("sub",)) if other is not exp)]
+
+
 def exponential(op: Op) -> Value | None:
     """What a softmax that is written out normalizes: `x` of `exp(x) / sum(exp(x))` or of `exp(log_softmax(x))`."""
-    if op.name == "exp":
-        inner = behind_views(op.args[0])
-        if inner.op is not None and inner.op.name == "_log_softmax":
-            return inner.op.args[0]
-        return _shifted_by_its_sum(inner)
-    if op.name != "div" or len(op.args) != 2 or not all(isinstance(a, Value) for a in op.args):
+    exponent = _exponent(op)
+    if exponent is not None:
+        own = _own_sum(op)
+        return exponent if own is None and normalized_later(op) is not None else own
+    quotient = _quotient(op)
+    return None if quotient is None else _exponent(quotient[0])
+
+
+def base(softmax: Op) -> float:
+    """The base of the exponentials of a candidate, e for a softmax that is not written out."""
+    quotient = _quotient(softmax)
+    op = softmax if quotient is None else quotient[0]
+    if op.name == "pow":
+        return float(op.args[0])
+    return 2.0 if op.name == "exp2" else math.e
+
+
+def _exponent(op: Op) -> Value | None:
+    """`x` of `exp(x)`, `exp2(x)` and of a number to the power of `x`."""
+    if op.name in ("exp", "exp2"):
+        return op.args[0]
+    number = op.args[0] if op.name == "pow" and len(op.args) == 2 else None
+    known = isinstance(number, int | float) and math.isfinite(number) and number > 1
+    return op.args[1] if known and isinstance(op.args[1], Value) else None
+
+
+def _quotient(op: Op) -> tuple[Op, Op] | None:
+    """The exponentials and the sum of `e / sum` or of `e * sum.reciprocal()`."""
+    if op.name not in ("div", "mul") or len(op.args) != 2 or not all(isinstance(a, Value) for a in op.args):
         return None
-    above, below = (behind_views(a, ("clone", "expand", "_to_copy", "copy")) for a in op.args)
-    if above.op is None or below.op is None or above.op.name != "exp" or below.op.name != "sum":
+    for given in (op.args, op.args[::-1]) if op.name == "mul" else (op.args,):
+        above, below = behind_views(given[0], _AROUND).op, behind_views(given[1], (*_AROUND, *_MOVED))
+        if op.name == "mul":
+            if below.op is None or below.op.name != "reciprocal":
+                continue
+            below = behind_views(below.op.args[0], (*_AROUND, *_MOVED))
+        total = below.op
+        if above is None or total is None or total.name != "sum" or _exponent(above) is None:
+            continue
+        if behind_views(total.args[0], ("clone", "_to_copy")).op is above and _of_own_rows(op, given[1], total):
+            return above, total
+    return None
+
+
+def _of_own_rows(op: Op, value: Value, total: Op) -> bool:
+    """Whether each element of the result of `op` meets the sum of its own row."""
+    dims: Any = total.argument("dim")
+    if not isinstance(dims, list | tuple) or len(dims) != 1:
+        return False
+    at = axes_of(op.outputs[0])
+    try:
+        _, where = followed(value, broadcast(value, at), total)
+    except NotAView:
+        return False
+    dim = int(dims[0]) % total.args[0].fake.dim()
+    if total.argument("keepdim", False):
+        where = (*where[:dim], *where[dim + 1 :])
+    rows = (*at[:dim], *at[dim + 1 :])
+    return len(rows) == len(where) and all(
+        (flat(one.axes), one.start) == (flat(other.axes), other.start) for one, other in zip(rows, where, strict=True)
+    )
+
+
+def _own_sum(exp: Op) -> Value | None:
+    """`x` of `exp(log_softmax(x))` and of `exp(x - logsumexp(x))`."""
+    if exp.name != "exp":
         return None
-    summed = behind_views(below.op.args[0], ("clone", "_to_copy"))
-    dims: Any = below.op.argument("dim")
-    if summed is not above or not isinstance(dims, list | tuple) or len(dims) != 1:
-        return None
-    return above.op.args[0] if below.op.argument("keepdim", False) else None
+    inner = behind_views(exp.args[0])
+    if inner.op is not None and inner.op.name == "_log_softmax":
+        return inner.op.args[0]
+    return _shifted_by_its_sum(inner)
 
 
 def _shifted_by_its_sum(value: Value) -> Value | None:
@@ -152,7 +311,7 @@ def _shifted_by_its_sum(value: Value) -> Value | None:
     return left if isinstance(dims, list | tuple) and len(dims) == 1 else None
 
 
-def behind_views(value: Value, names: Sequence[str] = ("clone", "_to_copy", "alias", "detach")) -> Value:
+def behind_views(value: Value, names: Sequence[str] = _COPIES) -> Value:
     """What a value is a view or a copy of, by operators of the given names."""
     while value.op is not None and value.op.name in names:
         value = next(value.op.inputs)
@@ -200,16 +359,34 @@ def product_below(value: Value) -> Op | None:
 
 def normalized_dim(op: Op) -> int:
     """The dimension that a candidate sums to one, as it is written."""
-    if op.name == "exp":
-        inner = behind_views(op.args[0]).op
+    if _exponent(op) is not None:
+        if (late := normalized_later(op)) is not None:
+            return -1 if late.total is late.product else int(late.total.argument("dim")[0])
+        inner = behind_views(next(op.inputs)).op
         if inner is not None and inner.name == "sub":
             inner = behind_views(inner.args[1], ("clone", "expand", "_to_copy", "unsqueeze")).op
         dim = inner.argument("dim") if inner is not None else -1
         return int(dim[0] if isinstance(dim, list | tuple) else dim)
-    if op.name == "div":
-        below = behind_views(op.args[1], ("clone", "expand", "_to_copy", "copy")).op
-        return int(below.argument("dim")[0]) if below is not None else -1
+    if (quotient := _quotient(op)) is not None:
+        return int(quotient[1].argument("dim")[0])
     return int(op.argument("dim"))
+
+
+def is_shifted(softmax: Op) -> bool:
+    """Whether the greatest score of each row is subtracted before exponentials are taken, as torch's softmax does."""
+    exponent = exponential(softmax)
+    if exponent is None:
+        return True
+    shift = behind_views(exponent).op
+    if shift is None or shift.name != "sub" or not all(isinstance(each, Value) for each in shift.args):
+        return False
+    scores, top = behind_views(shift.args[0]), behind_views(shift.args[1], (*_COPIES, "expand", "unsqueeze")).op
+    if top is None or top.name not in ("amax", "max") or behind_views(top.args[0]) is not scores:
+        return False
+    dims = top.argument("dim")
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    rank = scores.fake.dim()
+    return [dim % rank for dim in dims if isinstance(dim, int)] == [normalized_dim(softmax) % rank]
 
 
 def written_out(softmax: Op) -> list[Op]:

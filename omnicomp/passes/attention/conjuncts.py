@@ -10,8 +10,6 @@ from omnicomp.passes.attention.predicates import Clause, Literal
 from omnicomp.passes.attention.structure import Structure
 from omnicomp.passes.attention.terms import Apply, Read, Term, leaves
 
-__all__ = ["Conjunct", "classify"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Conjunct:

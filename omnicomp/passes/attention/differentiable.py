@@ -19,17 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from omnicomp._torch.autograd import sdpa
-from omnicomp._torch.autograd.attention import known_equal
-
-__all__ = [
-    "ATTENTION_WITH_BIAS",
-    "ATTENTION_WITH_SINK",
-    "attention_with_bias",
-    "attention_with_sink",
-    "bias_pays",
-    "head_sizes_pay",
-    "sink_kernel",
-]
+from omnicomp._torch.autograd.attention import SDPA, known_equal
 
 # The scores are made anew a few heads at a time: that keeps the memory small, and it is used again for the next heads.
 _CHUNKS: Final = 4
@@ -113,7 +103,7 @@ def attention_with_bias(
     mask = _mask_for_cpu(attn_mask, query.dtype) if on_cpu else attn_mask.to(query.dtype)
     if not on_cpu or not (torch.is_grad_enabled() and attn_mask.requires_grad) or sdpa.in_transform():
         mask = _hide_later(mask, query.shape[2], key.shape[2]) if is_causal else mask
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+        return SDPA(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     return _apply(_BiasAttention, *map(_dense, (query, key, value)), mask, scale, is_causal)
 
 

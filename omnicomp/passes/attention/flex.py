@@ -40,8 +40,6 @@ from omnicomp.passes.attention.flex_blocks import (
 from omnicomp.passes.attention.flex_values import Backend, Indices, Values, is_constant
 from omnicomp.passes.attention.terms import Axis, Index, Number, Position, Read, Term, leaves
 
-__all__ = ["FlexSpec", "insert_flex", "unsupported"]
-
 _ATEN: Final[Any] = torch.ops.aten
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 # Triton's `dot` takes no less than 16, and above 256 the tiles of the kernels outgrow a multiprocessor's memory.

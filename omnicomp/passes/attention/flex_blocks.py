@@ -20,8 +20,6 @@ from omnicomp._torch.autograd.flex import BLOCK_SIZE
 from omnicomp.passes.attention.flex_values import Indices, Values
 from omnicomp.passes.attention.terms import Apply, Read, Term, leaves
 
-__all__ = ["Bounds", "Unbounded", "are_contiguous", "find_blocks", "grid", "one_block", "ordered"]
-
 _ATEN: Final[Any] = torch.ops.aten
 _INT: Final = {"dtype": torch.int32}
 _Call = Callable[..., Any]

@@ -14,8 +14,6 @@ from torch.fx import Node
 from omnicomp._torch.autograd.flex import on_real_tensors
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Scores, Term, leaves
 
-__all__ = ["Backend", "Indices", "Values", "is_constant", "positions_of"]
-
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "pow", "neg", "xor")},
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},

@@ -10,19 +10,17 @@ import torch
 from omnicomp._torch.autograd.attention import hint_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
-from omnicomp.passes.attention.form import Form
+from omnicomp.passes.attention.form import Form, number
 from omnicomp.passes.attention.masking import Masking, own_masking
 from omnicomp.passes.attention.operands import visible
 from omnicomp.passes.attention.reader import cast
-from omnicomp.passes.attention.sdpa import Variant, finish, parts
+from omnicomp.passes.attention.sdpa import Variant, check_empty_rows, finish, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Number, Read, Scores, Term, flat, leaves
 
-__all__ = ["flex_pays", "insert"]
-
 # Pairs of a query and a key from which a mask made of blocks is faster than one read element by element.
-_SPARSE_PAIRS: Final = 1024 * 1024
+SPARSE_PAIRS: Final = 1024 * 1024
 # The same for a bias that is computed from indices instead of being read.
 _COMPUTED_PAIRS: Final = 1024 * 1024
 
@@ -39,7 +37,7 @@ def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> boo
         masking = own_masking(site, form, masking, session.reader)
         computed = all(isinstance(s, Add) and _computed(s.term, site, session) is not None for s in masking.biases)
         return pairs >= _COMPUTED_PAIRS and computed
-    return pairs >= _SPARSE_PAIRS and masking.mask is not None and masking.mask.name != "unknown"
+    return pairs >= SPARSE_PAIRS and masking.mask is not None and masking.mask.name != "unknown"
 
 
 def _computed(term: Term, site: Site, session: Session) -> Term | None:
@@ -77,8 +75,11 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     )
     score = _score(site, form, masking, session)
     score = None if score is None else visible(score, session.trace, session.reader, site.output)
-    rows = masking.mask is None or masking.is_full or masking.mask.rows_nonempty
-    if (masking.keep is not None and keep is None and not masking.is_full) or (not rows and not masking.finite):
+    rows = masking.mask is None or masking.is_full or masking.mask.rows_nonempty or masking.nonempty
+    rows = rows or _empty_rows_are_zero(site, form)
+    # The kernels of torch disagree about rows of a call in which a number hides every key.
+    average = masking.finite and site.call is None
+    if (masking.keep is not None and keep is None and not masking.is_full) or (not rows and not average):
         raise _ended(site, "the mask is not a function that FlexAttention can call", masking.name)
     hidden = keep
     if keep is not None and site.fake().device.type == "cpu":
@@ -105,6 +106,7 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
         raise _ended(site, why, masking.name or "no mask")
     fused, _ = insert_flex(session.module, site.output, spec, session.blocks)
     if not rows and hidden is not None:
+        check_empty_rows(site, form, session.reader)
         fused = _average_empty_rows(site, form, made.value, hidden, fused, attempt)
     fused = finish(site, form, fused, made, attempt.builder)
     words = [f"scale={form.scale:g}"]
@@ -113,6 +115,12 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     if hidden is not None:
         words.append(f"{'mask' if keep is None else 'block mask'} ({masking.mask.name if masking.mask else ''})")
     return attempt.keep(form, fused, target="flex_attention", detail=", ".join(words))
+
+
+def _empty_rows_are_zero(site: Site, form: Form) -> bool:
+    """Whether a row in which no key is left is zero for the program, as it is in FlexAttention."""
+    filled = all(isinstance(step, Fill) and number(step.value) == -math.inf for step in form.mask)
+    return filled and site.undefined == 0.0
 
 
 def _ended(site: Site, sentence: str, observed: str) -> MatchEnded:

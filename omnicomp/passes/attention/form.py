@@ -7,24 +7,30 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp.passes.attention.candidates import PRODUCTS
+from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Narrow, Scale, Site, Step, axes_in
+from omnicomp.passes.attention.structure import term_key
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Read, Term, flat
 from omnicomp.passes.attention.trace import Value
-
-__all__ = ["SWALLOWS", "Form", "dense_form", "is_finite", "least_added", "number", "open_form", "positive_scale"]
+from omnicomp.passes.attention.views import VIEWS
 
 # A number below this swallows, when it is added, scores of any usual size.
 SWALLOWS: Final = -1e8
 # No bias that a program reads from memory is taken to lift a number below this.
 _BEYOND_LIFT: Final = -1e30
-_LEAST_IN_HALF: Final = torch.finfo(torch.float16).min
+LEAST_IN_HALF: Final = torch.finfo(torch.float16).min
 # A bias that reaches below this is a mask.
 _MASKS: Final = -1e3
 # A score that is so far below another one has a weight of 0, also in double precision.
 _NO_WEIGHT: Final = 1000.0
 # Trained parameters are taken to be small: added to the most negative number of any dtype, they do not overflow.
 _TRAINED: Final = 8.0
+# Where the question is only whether a product may be -inf.
+_PRODUCT: Final = 2.0**14
+# Operators that take elements of their first operand.
+_PICKS: Final = ("gather", "index", "index_select")
 # Queries and keys are fewer.
 _POSITIONS: Final = 2.0**24
 _Range = tuple[float, float]
@@ -91,7 +97,13 @@ def dense_form(site: Site, reader: Reader) -> Form:
                     raise _ended(site, "the scale is not a finite number other than zero", "a finite scale")
                 scale = scale / constant if step.divide else scale * constant
             elif axes_in(step.term) & queries_and_keys:
-                raise _ended(site, "the scale differs between queries or keys", "one value for each head")
+                raise _ended(
+                    site,
+                    "the scores are multiplied by a tensor that differs between queries or keys",
+                    "one value for each head",
+                    lever="if it is a mask, write scores.masked_fill(~mask, torch.finfo(scores.dtype).min) in "
+                    "the place of the product; if it is none, multiply the queries by it, or the keys",
+                )
             else:
                 factors.append(step)
             _scale_mask(mask, step)
@@ -124,6 +136,8 @@ def dense_form(site: Site, reader: Reader) -> Form:
                 f"the scores go through {step.op}, which scaled_dot_product_attention does not know",
                 "scale, mask and bias, or FlexAttention on this device",
                 step.op,
+                lever=f"leave {'the soft cap' if step.op == 'tanh' else step.op} out, or run it where FlexAttention "
+                "does: on CUDA, or for inference on a CPU with 128 keys or more",
             )
     # The softmax does not see what is the same for all keys, unless it hides them all. A parameter that is added keeps
     # its gradient of zeros.
@@ -156,12 +170,41 @@ def positive_scale(form: Form, dtype: torch.dtype) -> Form:
 def _narrowed(site: Site, steps: Sequence[Step | Narrow], reader: Reader) -> list[Step]:
     """The steps with each cast to a smaller range carried out in what was filled or added before it."""
     made: list[Step] = []
-    for step in steps:
+    for step in _without_gates(site, steps, reader):
         if isinstance(step, Narrow):
             made = [_overflowed(site, before, step.least, reader) for before in made]
         else:
             made.append(step)
     return made
+
+
+def _without_gates(site: Site, steps: Sequence[Step | Narrow], reader: Reader) -> list[Step | Narrow]:
+    """The steps with `scores * mask - 1e9 * (1 - mask)`, of a mask of ones and zeros, as the fill that it is."""
+    made: list[Step | Narrow] = []
+    for step in steps:
+        fill = _closed(site, made[-1], step, reader) if made else None
+        if fill is not None:
+            made.pop()
+        made.append(fill or step)
+    return made
+
+
+def _closed(site: Site, gate: Step | Narrow, step: Step | Narrow, reader: Reader) -> Fill | None:
+    """The fill that a product with one or zero and an addition where it is zero make; None if they make none."""
+    if not isinstance(gate, Scale) or not isinstance(step, Add) or not step.term.dtype.is_floating_point:
+        return None
+    if gate.divide or not axes_in(gate.term) & set(flat(site.keys)):
+        return None
+    named = {"batch": flat(site.batch), "heads": (), "query": flat(site.queries), "key": flat(site.keys)}
+    opened = additive(reader.expand(gate.term), **named)
+    added = additive(reader.expand(step.term), **named)
+    if opened is None or added is None or added.sentinel is None or set(opened.values) != {0.0, 1.0}:
+        return None
+    hidden = -added.sentinel if step.negative else added.sentinel
+    shown = opened.where(lambda value: value == 1)
+    if not _absorbs(hidden, step.term.dtype) or term_key(shown, **named) != term_key(added.keep(), **named):
+        return None
+    return Fill(Apply(dtype=torch.bool, op="not", args=(shown,)), Number(dtype=step.term.dtype, value=hidden))
 
 
 def _overflowed(site: Site, step: Step, least: float, reader: Reader) -> Step:
@@ -207,7 +250,7 @@ def _check_hidden(site: Site, value: float, later: Sequence[Step], reader: Reade
 
 def _stays_hidden(site: Site, value: float, later: Sequence[Step], reader: Reader, *, added: bool = False) -> bool:
     lift, absorbed = 0.0, value
-    beyond_lift = value <= (_LEAST_IN_HALF if site.dtype == torch.float16 else _BEYOND_LIFT)
+    beyond_lift = value <= (LEAST_IN_HALF if site.dtype == torch.float16 else _BEYOND_LIFT)
     for step in later:
         if isinstance(step, Scale):
             constant = number(step.term)
@@ -299,8 +342,9 @@ def _is_mask(site: Site, step: Step, later: Sequence[Step], reader: Reader) -> b
     return isinstance(step, Add) and _stays_hidden(site, least_added(step, reader, _MASKS), later, reader, added=True)
 
 
-def _ended(site: Site, sentence: str, needed: str, observed: str = "") -> MatchEnded:
-    return MatchEnded(site.softmax.node, sentence, needed=needed, observed=observed or "arithmetic on the scores")
+def _ended(site: Site, sentence: str, needed: str, observed: str = "", lever: str = "") -> MatchEnded:
+    observed = observed or "arithmetic on the scores"
+    return MatchEnded(site.softmax.node, sentence, needed=needed, observed=observed, lever=lever)
 
 
 def _is_maximum(term: Term) -> bool:
@@ -369,38 +413,54 @@ def _expansion(batch: tuple[Axis, ...], heads: int, used: set[Axis]) -> int:
 
 
 def is_finite(term: Term, reader: Reader) -> bool:
-    """Whether a mask is known to hold no -inf: it is made of numbers that are not, or of trained parameters."""
-    return all(map(math.isfinite, _range(term, reader, {})))
+    """Whether a mask is known to hold no -inf.
+
+    It is made of numbers that are not, of trained parameters, of tables that parameters are, or of products of tensors,
+    such as relative positions.
+    """
+    return all(map(math.isfinite, _range(term, reader, {}, product=_PRODUCT)))
 
 
-def _range(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]]) -> _Range:
-    """The least and the greatest number that an element may be; infinite where the dtype may overflow."""
+def _range(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]], product: float = math.inf) -> _Range:
+    """The least and the greatest number that an element may be; infinite where the dtype may overflow.
+
+    Args:
+        term: the number.
+        reader: reads what a tensor holds.
+        memo: what was found for parts of it.
+        product: the greatest that a product of two tensors is taken to be.
+    """
     if id(term) not in memo:
-        low, high = _range_of(term, reader, memo)
+        low, high = _range_of(term, reader, memo, product)
         if term.dtype.is_floating_point and max(-low, high) > torch.finfo(term.dtype).max:
             low, high = _UNKNOWN
         memo[id(term)] = term, (low, high)  # the term, so that its id stays its own
     return memo[id(term)][1]
 
 
-def _range_of(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]]) -> _Range:
+def _range_of(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]], product: float) -> _Range:
     if term.dtype == torch.bool:
         return 0.0, 1.0
     if isinstance(term, Number):
         value = float(term.value) if isinstance(term.value, int | float) else math.nan
         return _UNKNOWN if math.isnan(value) else (value, value)
     if isinstance(term, Read):
-        if _only_parameters(term.value, set()):
+        if _only_parameters(term.value, set(), trained=True):
             return -_TRAINED, _TRAINED
         inner = reader.define(term)
-        return _UNKNOWN if inner is None else _range(inner, reader, memo)
+        if inner is None:
+            # A parameter without gradient may be a mask, but not what was looked up in it or multiplied with it.
+            if term.value.op is not None and _only_parameters(term.value, set(), trained=False):
+                return -_TRAINED, _TRAINED
+            return (-product, product) if _is_product(term.value) else _UNKNOWN
+        return _range(inner, reader, memo, product)
     if isinstance(term, Index):
         return -_POSITIONS, _POSITIONS
     if not isinstance(term, Apply):
         return _UNKNOWN
     if term.op in ("tanh", "sin", "cos", "sigmoid"):
         return -1.0, 1.0
-    operands = [_range(a, reader, memo) for a in term.args[term.op == "where" :]]
+    operands = [_range(a, reader, memo, product) for a in term.args[term.op == "where" :]]
     (low, high), (other_low, other_high) = operands[0], operands[-1]
     if term.op == "add":
         return low + other_low, high + other_high
@@ -417,8 +477,15 @@ def _range_of(term: Term, reader: Reader, memo: dict[int, tuple[Term, _Range]]) 
     return _UNKNOWN
 
 
-def _only_parameters(value: Value, seen: set[Any]) -> bool:
-    """Whether a float tensor comes from parameters alone, through any operators."""
+def _is_product(value: Value) -> bool:
+    """Whether a tensor is a product of two, or elements of one."""
+    while value.op is not None and (value.op.name in _PICKS or value.op.name in VIEWS):
+        value = next(value.op.inputs)
+    return value.op is not None and value.op.name in PRODUCTS
+
+
+def _only_parameters(value: Value, seen: set[Any], *, trained: bool) -> bool:
+    """Whether a float tensor comes from parameters alone, from `trained` ones if asked, through any operators."""
     if value in seen or not value.fake.dtype.is_floating_point:
         return True
     seen.add(value)
@@ -426,9 +493,9 @@ def _only_parameters(value: Value, seen: set[Any]) -> bool:
         return False
     if value.op is None:
         fakes: Any = [node.meta.get("example_value") for node in value.holders[:1]]
-        return bool(fakes) and isinstance(fakes[0], torch.nn.Parameter)
+        return bool(fakes) and isinstance(fakes[0], torch.nn.Parameter) and (fakes[0].requires_grad or not trained)
     if value.op.name in ("log", "full", "div", "masked_fill", "where", "full_like", "arange"):
         return False
     return any(v.fake.dtype.is_floating_point for v in value.op.inputs) and all(
-        _only_parameters(v, seen) for v in value.op.inputs
+        _only_parameters(v, seen, trained=trained) for v in value.op.inputs
     )

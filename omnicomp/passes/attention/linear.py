@@ -18,22 +18,6 @@ from omnicomp._torch.symbols import expression, known_range
 from omnicomp.passes.attention.structure import IndexSpace, Structure
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Term
 
-__all__ = [
-    "EXACT_INTEGERS",
-    "IndexReader",
-    "Linear",
-    "Polynomial",
-    "Prover",
-    "Quotient",
-    "Remainder",
-    "Size",
-    "Variable",
-    "divided",
-    "polynomial",
-    "prover_of",
-    "to_sympy",
-]
-
 # A product of generators with their powers, in a fixed order; the empty one is 1.
 _Monomial: TypeAlias = tuple[tuple[Any, int], ...]
 

@@ -1,20 +1,19 @@
 """The mask of an attention: which steps hide keys, which are a bias, and the proved properties of the former."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 import torch
 
 from omnicomp.passes.attention.form import SWALLOWS, Form, number
-from omnicomp.passes.attention.masks import Mask, read_mask, without_padding
+from omnicomp.passes.attention.masks import Mask, read_mask, under
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Site, Step
 from omnicomp.passes.attention.structure import term_key
 from omnicomp.passes.attention.terms import Apply, Axis, Term, flat
-
-__all__ = ["Masking", "mask_key", "own_masking", "read_masking"]
+from omnicomp.passes.mask_classes import MaskClass
 
 _ROLES: Final = ("batch", "heads", "query", "key")
 
@@ -28,14 +27,16 @@ class Masking:
         keep: the same as a term over the site's axes; None if no step hides any.
         biases: the steps that hide nothing, as far as is known.
         finite: whether a row with no key left is an average in eager; otherwise it is NaN, or it is not known.
-        assumed: whether padding was left out, because nothing is assumed to be padded.
+        known: the class that what depends on data is assumed to be of, if it says all of it; then that is left out.
+        nonempty: whether every query is assumed to see a key, with all that is added.
     """
 
     mask: Mask | None = None
     keep: Term | None = None
     biases: tuple[Step, ...] = ()
     finite: bool = True
-    assumed: bool = False
+    known: MaskClass | None = None
+    nonempty: bool = False
 
     @property
     def name(self) -> str:
@@ -70,12 +71,16 @@ def mask_key(site: Site, form: Form) -> Hashable:
 
 def read_masking(site: Site, form: Form, reader: Reader) -> Masking:
     """Read the steps of a mask."""
-    groups = form.groups(site)
+    return read_steps(form.mask, form.groups(site), reader)
+
+
+def read_steps(steps: Sequence[Step], groups: Sequence[tuple[Axis, ...]], reader: Reader) -> Masking:
+    """Read steps over the axes of batch, heads, queries and keys."""
     named: dict[str, tuple[Axis, ...]] = dict(zip(_ROLES, map(flat, groups), strict=True))
     keep: list[Term] = []
     biases: list[Step] = []
     values: list[float] = []
-    for step in form.mask:
+    for step in steps:
         hidden = _hidden(step, reader, named)
         if hidden is None:
             biases.append(step)
@@ -88,7 +93,7 @@ def read_masking(site: Site, form: Form, reader: Reader) -> Masking:
     for other in keep[1:]:
         total = Apply(dtype=torch.bool, op="and", args=(total, other))
     # Two additions of a finite minimum can give -inf; fills do not add up.
-    added = sum(isinstance(step, Add) for step in form.mask) - len(biases)
+    added = sum(isinstance(step, Add) for step in steps) - len(biases)
     finite = all(value != -float("inf") for value in values) and added <= 1
     return Masking(mask=read_mask(total, **named), keep=total, biases=tuple(biases), finite=finite)
 
@@ -96,11 +101,20 @@ def read_masking(site: Site, form: Form, reader: Reader) -> Masking:
 def own_masking(site: Site, form: Form, shared: Masking, reader: Reader) -> Masking:
     """What is shared by all sites with the same mask, in terms of this site's axes."""
     own = read_masking(site, form, reader)
-    if not shared.assumed or own.mask is None:
-        return own
-    groups = map(flat, form.groups(site))
-    rest = without_padding(own.mask, **dict(zip(_ROLES, groups, strict=True)))
-    return dataclasses.replace(own, mask=rest, keep=rest.term, assumed=True)
+    if shared.known is None:
+        return dataclasses.replace(own, nonempty=shared.nonempty)
+    return known_masking(site, form, own, shared.known)
+
+
+def known_masking(site: Site, form: Form, masking: Masking, known: MaskClass) -> Masking:
+    """What is hidden where what depends on data is a mask of a class that says all of it."""
+    return with_class(masking, form.groups(site), known)
+
+
+def with_class(masking: Masking, groups: Sequence[tuple[Axis, ...]], known: MaskClass) -> Masking:
+    """The same over the axes of batch, heads, queries and keys."""
+    rest = under(masking.mask, known, **dict(zip(_ROLES, map(flat, groups), strict=True)))
+    return Masking(mask=rest, keep=rest.term, finite=masking.finite, known=known)
 
 
 def _hidden(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> tuple[Term, float] | None:

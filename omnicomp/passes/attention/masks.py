@@ -18,8 +18,9 @@ from omnicomp.passes.attention.predicates import Clause, Clauses, Literal, Norma
 from omnicomp.passes.attention.structure import IndexSpace, Structure, boolean, build
 from omnicomp.passes.attention.tables import MOST_PAIRS, Band, Table
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Term, leaves
+from omnicomp.passes.mask_classes import MaskClass
 
-__all__ = ["Conjunct", "Mask", "padding_reads", "read_mask", "without_padding"]
+__all__ = ["Conjunct", "Mask", "read_mask", "sees_first_key", "under"]
 
 # Pairs of a query and a key up to which a mask that algebra has read, and has named, is evaluated as well.
 _MOST_IF_EXACT = 2**22
@@ -96,20 +97,49 @@ def read_mask(
     return _Reading(space).read(keep)
 
 
-def padding_reads(mask: Mask) -> tuple[Conjunct, ...]:
-    """The conditions that depend on data at a batch and a key only: a mask of padding would have them all true."""
-    return tuple(conjunct for conjunct in mask.conjuncts if conjunct.kind == "padding")
-
-
-def without_padding(
-    mask: Mask, *, batch: Sequence[Axis], heads: Sequence[Axis], query: Sequence[Axis], key: Sequence[Axis]
+def under(
+    mask: Mask | None,
+    known: MaskClass,
+    *,
+    batch: Sequence[Axis],
+    heads: Sequence[Axis],
+    query: Sequence[Axis],
+    key: Sequence[Axis],
 ) -> Mask:
-    """What the mask is where all its `padding_reads` are true; the axes are those that it was read with."""
+    """What a mask is where all its conditions on data together are a mask of a known class.
+
+    Args:
+        mask: the mask; None if it has no conditions.
+        known: a class that says all of a mask.
+        batch: the axes that the mask was read with.
+        heads: likewise.
+        query: likewise.
+        key: likewise.
+    """
     total: Term = boolean(True)
-    for conjunct in mask.conjuncts:
-        if conjunct.kind != "padding":
+    for conjunct in mask.conjuncts if mask is not None else ():
+        if not conjunct.data:
             total = build("and", torch.bool, total, conjunct.term)
+    q, k = (Index(dtype=torch.int64, position=Position(axes=tuple(axes))) for axes in (query, key))
+    right = 0 if known.kind == "causal" else known.right
+    if right is not None:
+        seen = build("le", torch.bool, k, _plus(q, right))
+        if known.length is not None:
+            seen = build("or", torch.bool, seen, build("lt", torch.bool, k, _integer(known.length)))
+        total = build("and", torch.bool, total, seen)
+    if known.left is not None:
+        total = build("and", torch.bool, total, build("le", torch.bool, q, _plus(k, known.left)))
     return read_mask(total, batch=batch, heads=heads, query=query, key=key)
+
+
+def sees_first_key(mask: Mask, **axes: Sequence[Axis]) -> bool:
+    """Whether each query sees the first key as far as the conditions on indices go."""
+    first: Term = Index(dtype=torch.int64, position=Position(axes=tuple(axes["key"])))
+    total: Term = build("lt", torch.bool, first, _integer(1))
+    for conjunct in mask.conjuncts:
+        if not conjunct.data:
+            total = build("and", torch.bool, total, conjunct.term)
+    return read_mask(total, **axes).rows_nonempty
 
 
 class _Reading:
@@ -330,4 +360,8 @@ def _condition_name(conjunct: Conjunct) -> str:
 
 
 def _plus(term: Term, number: int) -> Term:
-    return build("add", torch.int64, term, Number(dtype=torch.int64, value=number))
+    return build("add", torch.int64, term, _integer(number))
+
+
+def _integer(value: int) -> Number:
+    return Number(dtype=torch.int64, value=value)

@@ -10,26 +10,33 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.autograd.attention import known_equal
+from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.passes.attention.candidates import (
     PASSED,
     PRODUCTS,
+    base,
+    behind_views,
     comes_from_product,
     exponential,
     normalized_dim,
+    normalized_later,
     product_below,
     written_out,
 )
+from omnicomp.passes.attention.form import SWALLOWS
 from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.reader import At, Reader, axes_of
 from omnicomp.passes.attention.site import Fill, MatchEnded, Scale, Site, Step, number_in, step_of, steps_of, uncast
-from omnicomp.passes.attention.terms import Apply, Axis, Position, Read, Scores, Term, flat, leaves
+from omnicomp.passes.attention.structure import term_key
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Read, Scores, Term, flat, leaves
 from omnicomp.passes.attention.trace import Op, Trace, Value
-from omnicomp.passes.attention.views import VIEWS, NotAView, full, source
-
-__all__ = ["match"]
+from omnicomp.passes.attention.views import VIEWS, NotAView, broadcast, followed, full, source
 
 _CASTS: Final = ("_to_copy", "to")
+_IN_CHUNKS: Final = (
+    "if keys are cut into chunks that overlap, as for a sliding window, write the product of all queries and keys with "
+    "the window as a mask, (i - j).abs() <= w: FlexAttention skips what it hides"
+)
 
 
 def match(softmax: Op, product: Op, trace: Trace, reader: Reader) -> Site:
@@ -42,14 +49,18 @@ def match(softmax: Op, product: Op, trace: Trace, reader: Reader) -> Site:
         return _Match(softmax, product, trace, reader).site()
     except NotAView as end:
         raise MatchEnded(
-            product.node, f"the elements of the attention can't be addressed by axes: {end}", needed="plain views"
+            product.node,
+            f"the elements of the attention can't be addressed by axes: {end}",
+            needed="plain views",
+            lever=_IN_CHUNKS,
         ) from end
 
 
 class _Match:
     def __init__(self, softmax: Op, product: Op, trace: Trace, reader: Reader) -> None:
         self.softmax, self.used, self.trace, self.reader = softmax, product, trace, reader
-        self.output = product.node
+        self.late = normalized_later(softmax)
+        self.output = product.node if self.late is None else self.late.division.node
         self.passed: list[Value] = []
         self.dropout = 0.0
         self.undefined = float("nan")
@@ -66,7 +77,12 @@ class _Match:
         queries, features = mine
         weights_at = _arrange(self.used, batch, queries, key, transposed=not on_left)
         value_at = _arrange(self.used, batch, key, features, transposed=not on_left)
+        value = others[1]
         softmax_at = self._weights(others[0], weights_at)
+        if self.late is not None and self.late.total is self.used:
+            value, value_at = self._beside_ones(at, (batch, rows, columns), value, value_at)
+        else:
+            self._check_total(at, softmax_at)
         score, product = self._score(softmax_at, key, queries)
         op, query_first, product_batch, product_queries = self._product(product, key, queries)
         query_value, key_value = op.args[:2] if query_first else op.args[1::-1]
@@ -79,12 +95,15 @@ class _Match:
             for value, where, scaled in (
                 (query_value, query_at, True),
                 (key_value, key_at, True),
-                (others[1], value_at, False),
+                (value, value_at, False),
             )
         ]
         own = [axis for axis in queries.flat() if axis in product_queries.flat()]
         known = (*batch.flat(), *queries.flat())
         others_at = (*product_batch.flat(), *product_queries.flat())
+        between = not own and any(axis in queries.flat() for axis in product_batch.flat())
+        if between or any(axis in key.flat() for axis in others_at):
+            raise self._mixed(op)
         if (queries.flat() and not own) or any(axis not in known for axis in others_at):
             raise self._ended("the queries of the scores are not those of the output", "one product each")
         site = Site(
@@ -111,11 +130,46 @@ class _Match:
             product=op.node,
         )
         self._check(site)
+        self._drop_repeated(site)
         return site
+
+    def _drop_repeated(self, site: Site) -> None:
+        """Weights that are set to zero where the scores were filled are zero there; so are rows without a key."""
+        *others, fill = site.steps or [None]
+        # What else hides a key may leave NaN in a row.
+        if not all(isinstance(step, Scale) for step in others):
+            return
+        value = number_in(fill.value) if isinstance(fill, Fill) else None
+        if not isinstance(fill, Fill) or not isinstance(value, int | float) or value > SWALLOWS:
+            return
+        axes = {"batch": flat(site.batch), "heads": (), "query": flat(site.queries), "key": flat(site.keys)}
+
+        def key_of(condition: Term) -> Any:
+            return term_key(self.reader.expand(condition), **axes)
+
+        for step in site.weights:
+            if (
+                isinstance(step, Fill)
+                and number_in(step.value) == 0
+                and key_of(step.condition) == key_of(fill.condition)
+            ):
+                site.weights = [other for other in site.weights if other is not step]
+                site.undefined = 0.0
+                assert site.steps is not None
+                site.steps[-1] = Fill(fill.condition, Number(dtype=fill.value.dtype, value=-math.inf))
+                return
 
     def _ended(self, sentence: str, needed: str, op: Op | None = None, observed: str = "", **more: str) -> MatchEnded:
         op = op or self.softmax
         return MatchEnded(op.node, sentence, needed=needed, observed=observed or f"aten.{op.name}", **more)
+
+    def _mixed(self, op: Op | None) -> MatchEnded:
+        return self._ended(
+            "the scores are mixed between heads by another product before the softmax, which no fused kernel does",
+            "scores that go to the softmax head by head",
+            op,
+            lever="leave the mixing of heads out, or mix the outputs of the heads instead",
+        )
 
     def _output(self) -> tuple[At, Position, Position, Position]:
         """Axes for the output's dimensions, and where they are in the product: rows, columns and batch."""
@@ -123,6 +177,11 @@ class _Match:
         if value is None:
             raise self._ended("the attention's output is not a tensor of its own", "one tensor", self.used)
         at = where = axes_of(value, "x")
+        if self.late is not None and value.op is self.late.division:
+            self.passed.append(value)
+            value = self.late.division.args[0]
+            if not known_shape(value.fake, self.late.division.outputs[0].fake):
+                raise self._ended("the sums of the weights have dimensions of their own", "a sum for each query")
         while value.op is not self.used:
             if value.op is None or value.op.name not in VIEWS:
                 raise self._ended(
@@ -132,6 +191,53 @@ class _Match:
         self.passed.append(value)
         batch, rows, columns = where if len(where) == 3 else (Position(), *where)
         return at, rows, columns, batch
+
+    def _check_total(self, at: At, softmax_at: At) -> None:
+        """Where the product is divided by the sums of the weights: that each query is divided by its own."""
+        if self.late is None:
+            return
+        where = self._divisor(at, self.late.total)
+        dim = normalized_dim(self.softmax) % len(softmax_at)
+        if self.late.total.argument("keepdim", False):
+            where = (*where[:dim], *where[dim + 1 :])
+        rows = (*softmax_at[:dim], *softmax_at[dim + 1 :])
+        sizes = (*self.softmax.outputs[0].fake.shape[:dim], *self.softmax.outputs[0].fake.shape[dim + 1 :])
+        for mine, its, size in zip(rows, where, sizes, strict=True):
+            if not known_equal(size, 1) and (flat(mine.axes), mine.start) != (flat(its.axes), its.start):
+                raise self._ended("a query is divided by the sum of the weights of another one", "its own sum")
+
+    def _divisor(self, at: At, made_by: Op) -> At:
+        """Where in the result of an operator the numbers are that the elements of the output are divided by."""
+        assert self.late is not None
+        value = self.late.division.args[1]
+        passed, where = followed(value, broadcast(value, at), made_by)
+        self.passed += passed
+        return where
+
+    def _beside_ones(self, at: At, place: At, values: Value, values_at: At) -> tuple[Value, At]:
+        """The values, where a column of ones beside them makes the sums that the product is divided by.
+
+        Args:
+            at: the output.
+            place: the output in the product: its batch, rows and columns.
+            values: the second operand of the product.
+            values_at: the part of it that makes the output.
+        """
+        *rows, column = where = self._divisor(at, self.used)
+        same = all(
+            (flat(one.axes), one.start) == (flat(other.axes), other.start)
+            for one, other in zip(rows, place[-len(where) : -1], strict=True)
+        )
+        made = Read(dtype=values.fake.dtype, value=values, at=(*values_at[:-1], column))
+        if column.axes or not same or number_in(self.reader.expand(made)) != 1:
+            raise self._ended(
+                "a query is divided by what is not known to be the sum of its weights",
+                "its own sum, made by a column of ones beside the values",
+                lever="write torch.softmax(scores, -1) @ v",
+            )
+        term = self.reader.define(Read(dtype=values.fake.dtype, value=values, at=values_at))
+        inner = uncast(term) if term is not None else None
+        return (inner.value, inner.at) if isinstance(inner, Read) else (values, values_at)
 
     def _reaches_softmax(self, value: Value) -> bool:
         seen, stack = {value}, [value]
@@ -189,8 +295,43 @@ class _Match:
                 if isinstance(step, Scale) or (isinstance(step, Fill) and number_in(step.value) == 0):
                     self.weights.insert(0, step)
                     return carrier.value, carrier.at
-        raise self._ended(
-            "the attention weights are changed before they meet the values", "dropout, casts, or a factor", op
+        raise self._changed_weights(op)
+
+    def _changed_weights(self, op: Op) -> MatchEnded:
+        """What an operator does to the weights that no kernel does, and what to write instead."""
+        operands = [value for value in op.args if isinstance(value, Value)]
+        if op.name == "div" and len(operands) == 2 and _sums(operands[1]):
+            lever = "hide keys before the softmax, scores.masked_fill(~mask, float('-inf')), and leave the division out"
+            mixed = behind_views(operands[0]).op
+            if mixed is not None and mixed.name in ("add", "sub", "lerp"):
+                lever = "mix the outputs, (1 - g) * (softmax(a) @ v) + g * (softmax(b) @ v), whose weights sum to one"
+            return self._ended(
+                "the attention weights are divided by their sums once more before they meet the values",
+                "a softmax over what is not hidden, whose sums are one",
+                op,
+                lever=lever,
+            )
+        if op.name in ("add", "sub", "lerp") and len(operands) > 1:
+            return self._ended(
+                f"the attention weights are {'added to' if op.name == 'add' else 'combined with'} others before they "
+                "meet the values",
+                "one attention for each product with values",
+                op,
+                lever="multiply each with the values first, and combine the outputs: "
+                "softmax(a) @ v - factor * (softmax(b) @ v)",
+            )
+        if op.name in ("cat", "stack"):
+            return self._ended(
+                "the weights of several softmaxes are joined before they meet the values",
+                "one product with values for each",
+                op,
+                lever="multiply each with its own values, and join the outputs: torch.cat([w @ v for w, v in ...])",
+            )
+        return self._ended(
+            "the attention weights are changed before they meet the values",
+            "dropout, casts, or a factor",
+            op,
+            lever="change the scores before the softmax instead, or the output behind the product with the values",
         )
 
     def _carries(self, term: Term) -> bool:
@@ -206,12 +347,16 @@ class _Match:
         if flat(at[dim].axes) != flat(key.axes):
             if product_below(self.used.outputs[0]) is not None:
                 raise self._ended(
-                    "the weights are mixed by another product before they meet the values",
+                    "the weights are mixed between heads by another product before they meet the values",
                     "weights that go to the values as they are",
                     self.used,
                     lever="leave the mixing of heads out, or mix the outputs of the heads instead",
                 )
-            raise self._ended("the softmax is not over the keys", "the dimension that the values are summed over")
+            raise self._ended(
+                "the softmax is not over the keys",
+                "the dimension that the values are summed over",
+                lever="normalize along the dimension that the values are summed over: softmax(scores, -1) @ v",
+            )
         if not full(at[dim], size):
             value, at = self._sink(value, at, dim, size)
         depends: dict[Value, bool] = {}
@@ -221,19 +366,35 @@ class _Match:
         # A bias may be a product, too; the scores are the product whose rows are the queries.
         fitting = [leaf for leaf in found.values() if any(flat(p.axes) == flat(key.axes) for p in leaf.at[-2:])]
         fitting.sort(key=lambda leaf: -len({a for p in leaf.at[-2:] for a in p.flat()} & set(queries.flat())))
+        if not fitting and any(axis in key.flat() for leaf in found.values() for p in leaf.at for axis in p.flat()):
+            raise self._mixed(next(iter(found.values())).value.op)
         if not fitting:
             stopped = [leaf for leaf in leaves(term) if isinstance(leaf, Read) and leaf.value.op is not None]
             where = next((leaf.value.op for leaf in stopped if comes_from_product(leaf.value)), None)
+            if where is not None and where.name in ("cat", "stack"):
+                raise self._ended(
+                    "the scores of several products are joined before the softmax",
+                    "the scores of one product",
+                    where,
+                    lever="join the queries, torch.cat([a, b], -2) @ k.transpose(-2, -1), or end each product with a "
+                    "softmax and values of its own",
+                )
             raise self._ended(
                 "the scores are no product of queries and keys through arithmetic and views",
                 "scale, mask, bias and other arithmetic of elements",
                 where,
                 observed="" if where is None else f"aten.{where.name} in {where.node.name}",
+                lever=_IN_CHUNKS if where is not None and where.name in (*VIEWS, "constant_pad_nd") else "",
             )
         product, depends = fitting[0], {}
         self.passed.append(value)
         term = self.reader.expand(read, lambda r: self._wanted(r.value, product.value, depends))
-        return _replaced(term, product), product
+        term = _replaced(term, product)
+        if (number := base(self.softmax)) != math.e:
+            if self.sinks:
+                raise self._ended("a sink takes part in exponentials to another base than e", "torch.exp")
+            term = Apply(dtype=term.dtype, op="mul", args=(term, Number(dtype=term.dtype, value=math.log(number))))
+        return term, product
 
     def _wanted(self, value: Value, product: Value, depends: dict[Value, bool]) -> bool:
         """Whether to look into a value: it comes from the product, or may be a number."""
@@ -348,6 +509,18 @@ def _arrange(op: Op, batch: Position, rows: Position, columns: Position, *, tran
 
 def _is_product(value: Value) -> bool:
     return value.op is not None and value.op.name in PRODUCTS
+
+
+def _sums(value: Value) -> bool:
+    """Whether a value is a sum, maybe with a number added or behind a bound."""
+    for _ in range(8):
+        op = value.op
+        if op is None or op.name == "sum":
+            return op is not None
+        if op.name not in (*VIEWS, *_CASTS, "clone", "add", "clamp", "clamp_min", "maximum"):
+            return False
+        value = next(op.inputs)
+    return False
 
 
 def _depends(value: Value, product: Value | None, memo: dict[Value, bool]) -> bool:

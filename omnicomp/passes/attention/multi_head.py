@@ -1,6 +1,7 @@
-"""Calls of `multi_head_attention_forward` whose weights are dropped: without them, it calls a fused kernel itself.
+"""Calls of `multi_head_attention_forward`: without weights that are dropped, and without masks that are proved.
 
 `nn.MultiheadAttention` returns its weights by default (`need_weights=True`), and computes them unfused for that.
+Without them it calls `scaled_dot_product_attention`, with `is_causal` instead of a mask where it is told so.
 """
 
 import inspect
@@ -12,28 +13,120 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from omnicomp._torch.autograd.attention import hint_of
 from omnicomp.analysis.nodes import fake_value, insert_call
-from omnicomp.passes.attention.nodes import is_pure, kind
-from omnicomp.passes.attention.site import MatchEnded
-
-__all__ = ["is_multi_head", "multi_heads", "without_weights"]
+from omnicomp.passes.attention.assume import settle_plain
+from omnicomp.passes.attention.masking import Masking, read_steps
+from omnicomp.passes.attention.nodes import is_multi_head, is_pure, kind
+from omnicomp.passes.attention.reader import axes_of
+from omnicomp.passes.attention.session import Session
+from omnicomp.passes.attention.site import Add, Fill, MatchEnded
+from omnicomp.passes.attention.terms import Axis, Number
 
 _SIGNATURE: Final = inspect.signature(F.multi_head_attention_forward)
 _NO_WEIGHTS: Final = "pass need_weights=False to nn.MultiheadAttention"
 
 
-def is_multi_head(node: Node) -> bool:
-    """Whether a node is a call of `multi_head_attention_forward`."""
-    return node.op == "call_function" and node.target is F.multi_head_attention_forward
-
-
 def multi_heads(graph: Graph) -> list[Node]:
-    """The calls that return weights, or may do so."""
-    return [n for n in graph.nodes if is_multi_head(n) and _arguments(n)["need_weights"] is not False]
+    """The calls that a graph makes."""
+    return [n for n in graph.nodes if is_multi_head(n)]
 
 
-def without_weights(node: Node) -> str:
+def makes_weights(node: Node) -> bool:
+    """Whether a call returns weights, or may do so."""
+    return _arguments(node)["need_weights"] is not False
+
+
+def may_drop_weights(node: Node) -> bool:
+    """Whether the weights of a call are not needed, so that it may come to a fused kernel."""
+    given = _arguments(node)
+    return not makes_weights(node) or (
+        _used_weights(node) is None and not (given["dropout_p"] and given["training"] is not False)
+    )
+
+
+def _used_weights(node: Node) -> Node | None:
+    """What takes the weights that a call returns; the call itself if what is taken of it is not known."""
+    picked = [user for user in node.users if user.target is operator.getitem]
+    if len(picked) < len(node.users):
+        return node
+    return next((user for user in picked if user.args[1] == 1 and _is_needed(user)), None)
+
+
+def read_mask_of(node: Node, session: Session, *, settled: bool) -> tuple[Masking | None, str]:
+    """What the mask of a call hides, None if it has none or none that can be read; and what was done.
+
+    Args:
+        node: the call.
+        session: reads it.
+        settled: whether its masks may be of the classes that their values show. A padding mask that hides nothing is
+            taken from the call then.
+    """
+    given = _arguments(node)
+    appended = given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"] is not False
+    if appended or given["is_causal"] is not False:
+        return None, ""
+    found = _read(node, given["attn_mask"], 2, session)
+    masking = None
+    flops = _flops(given)
+    if found is not None:
+        masking, groups = found
+        if settled:
+            masking = settle_plain(masking, groups, node, session, flops=flops, causal=True)
+    causal = masking is not None and masking.is_causal
+    padding = _read(node, given["key_padding_mask"], 1, session) if settled else None
+    if padding is not None:
+        hidden = settle_plain(*padding, node, session, flops=flops, causal=causal)
+        if hidden.is_full and not hidden.biases:
+            node.args, node.kwargs = (), {**given, "key_padding_mask": None}
+            return masking, "no padding, as it hides nothing"
+    return masking, ""
+
+
+_Groups = tuple[tuple[Axis, ...], ...]
+
+
+def _read(node: Node, mask: Any, dims: int, session: Session) -> tuple[Masking, _Groups] | None:
+    """What a mask over queries and keys, or keys alone, hides, and the axes of batch, heads, queries and keys."""
+    value = session.trace.values.get(mask) if isinstance(mask, Node) else None
+    if value is None or session.trace.holder(value, node) is None:
+        return None
+    at = axes_of(value)
+    term = session.reader.read(value, at)
+    hidden = Number(dtype=torch.float32, value=-math.inf)
+    step = Fill(term, hidden) if term.dtype == torch.bool else Add(term)
+    batch = tuple(axis for position in at[:-dims] for axis in position.axes)
+    groups = (batch, (), at[-2].axes if dims == 2 else (), at[-1].axes)
+    return read_steps([step], groups, session.reader), groups
+
+
+def _flops(given: dict[str, Any]) -> int:
+    query, key = (fake_value(given[name]).shape for name in ("query", "key"))
+    return 4 * math.prod(map(hint_of, (*query, key[0])))
+
+
+def without_mask(node: Node, masking: Masking) -> str:
+    """Change a call that makes no weights such that it gets no mask that is proved to be full or causal.
+
+    Returns:
+        What was done, for people; nothing if that was nothing.
+    """
+    given = _arguments(node)
+    if masking.is_full and not masking.biases:
+        node.args, node.kwargs = (), {**given, "attn_mask": None}
+        return "no mask, as it hides nothing"
+    if masking.is_causal and given["key_padding_mask"] is None:
+        node.args, node.kwargs = (), {**given, "is_causal": True}
+        return "is_causal, as the mask is"
+    return ""
+
+
+def without_weights(node: Node, masking: Masking | None = None) -> str:
     """Change a call such that it makes no weights.
+
+    Args:
+        node: the call.
+        masking: what its mask hides, if that is known.
 
     Returns:
         What was done, for people.
@@ -42,11 +135,14 @@ def without_weights(node: Node) -> str:
         MatchEnded: the weights are needed, or the output would be another one.
     """
     given = _arguments(node)
+    if masking is not None and masking.is_full and not masking.biases:
+        given["attn_mask"] = None
+    # Where every query has a key, there is nothing that could differ.
+    causal = masking is not None and masking.is_causal and given["key_padding_mask"] is None
     picked = [user for user in node.users if user.target is operator.getitem]
-    weights = next((user for user in picked if user.args[1] == 1 and _is_needed(user)), None)
-    if weights is not None or len(picked) < len(node.users):
+    if _used_weights(node) is not None:
         raise _ended(node, "the weights of multi_head_attention_forward are used", "the second result", "no use of it")
-    masks = [mask for name in ("attn_mask", "key_padding_mask") if (mask := given[name]) is not None]
+    masks = [mask for name in ("attn_mask", "key_padding_mask") if (mask := given[name]) is not None and not causal]
     if not all(_keeps_gradients(mask, node) for mask in masks) or (masks and _dims(masks[0]) > 2):
         raise _ended(
             node,
@@ -64,14 +160,15 @@ def without_weights(node: Node) -> str:
             "set the attention's dropout to 0",
         )
     output = [user for user in picked if user.args[1] == 0]
-    node.args, node.kwargs = (), {**given, "need_weights": False, "is_causal": False}
+    node.args, node.kwargs = (), {**given, "need_weights": False, "is_causal": causal}
     made = fake_value(node)
     node.meta["example_value"] = (made[0], None)
     for user in set(picked) - set(output):
         _erase(user)
     for user in output if masks else ():
         _keep_undefined(user, masks, given)
-    return "need_weights=False, as the weights are dropped"
+    detail = "need_weights=False, as the weights are dropped"
+    return f"{detail}; is_causal, as the mask is" if causal else detail
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -6,17 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from omnicomp._torch.autograd.attention import SDPA
+from omnicomp._torch.autograd.flex import FLEX
+from omnicomp._torch.targets import base_name
 from omnicomp.analysis.nodes import op_name
-
-__all__ = [
-    "active_dropout",
-    "changes_grad_mode",
-    "is_pure",
-    "is_scaled_dot_product_attention",
-    "is_shape_only",
-    "kind",
-    "mutates",
-]
 
 _NAMESPACES: Final = ("torch", "torch.nn.functional", "torch.functional", "operator", "Tensor", "torch.special")
 _SHAPE_ONLY: Final = ("size", "dim", "ndimension", "sym_size", "numel", "stride")
@@ -42,7 +35,7 @@ def kind(node: Any) -> str:
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.rpartition("::")[2]
+        return base_name(node.target)
     namespace, _, name = op_name(node).rpartition(".")
     if namespace == "torch._C._special":
         return name.removeprefix("special_")
@@ -51,7 +44,17 @@ def kind(node: Any) -> str:
 
 def is_scaled_dot_product_attention(node: Node) -> bool:
     """Whether a node is an attention that torch fuses itself."""
-    return node.op == "call_function" and node.target is F.scaled_dot_product_attention
+    return node.op == "call_function" and node.target is SDPA
+
+
+def is_fused_attention(node: Node) -> bool:
+    """Whether a node is an attention of torch's own, FlexAttention too."""
+    return is_scaled_dot_product_attention(node) or node.target is FLEX
+
+
+def is_multi_head(node: Node) -> bool:
+    """Whether a node is a call of `multi_head_attention_forward`."""
+    return node.op == "call_function" and node.target is F.multi_head_attention_forward
 
 
 def changes_grad_mode(node: Node) -> bool:

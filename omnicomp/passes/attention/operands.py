@@ -13,8 +13,6 @@ from omnicomp.passes.attention.site import MatchEnded, Operand, Scale
 from omnicomp.passes.attention.terms import Apply, Number, Read, Term
 from omnicomp.passes.attention.trace import Trace, Value
 
-__all__ = ["peel", "visible"]
-
 _COPIES: Final = ("clone", "contiguous", "expand", "repeat")
 
 

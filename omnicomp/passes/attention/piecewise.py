@@ -11,8 +11,6 @@ from omnicomp._torch.symbols import expression
 from omnicomp.passes.attention.structure import IndexSpace, Structure, boolean, build, substitute
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Term
 
-__all__ = ["Piecewise", "additive"]
-
 _MOST_PIECES: Final = 16
 _MOST_TERMS: Final = 32
 _DIVISIONS: Final = ("div", "reciprocal", "rsqrt", "pow")

@@ -1,28 +1,36 @@
-"""`scaled_dot_product_attention` pinned to the kernel that was measured to be the fastest on a device.
+"""`scaled_dot_product_attention` pinned to a kernel: the one that was measured to be the fastest, or by rule cuDNN's.
 
-torch prefers its flash kernel. On Hopper, cuDNN's is faster wherever it runs (docs/benchmarks.md). Only the calls that
-a pass makes are pinned: a program's own calls stay what they are.
+torch prefers its flash kernel. On Hopper, cuDNN's is faster nearly wherever it runs (docs/benchmarks.md).
 """
 
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 
 from omnicomp._torch.autograd import sdpa
-from omnicomp._torch.autograd.attention import cudnn_first, is_static
+from omnicomp._torch.autograd.attention import SDPA, is_static, kernel_first
 
-__all__ = ["PINNED_ATTENTION", "pinned_attention", "prefers_cudnn"]
+# An H200 took 0.13 ms for Swin's 49 keys on the memory-efficient kernel, and 0.43 ms on cuDNN's.
+_FEW_KEYS: Final = 64
 
 
 def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's kernel is to be taken if it takes the attention.
+    """Whether cuDNN's kernel is to be taken if it takes the attention, where nothing was measured.
 
     Args:
         query: [B, H, Q, D], fake or real; with symbolic sizes cuDNN would plan anew for each of them.
         key: [B, Hkv, K, D].
         dtype: that the attention will compute in.
     """
+    return _may_take_cudnn(query, key, dtype) and key.shape[2] > _FEW_KEYS
+
+
+def avoids_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether cuDNN's kernel is slower than another one, with which torch may disagree; arguments as above."""
+    return _may_take_cudnn(query, key, dtype) and key.shape[2] <= _FEW_KEYS
+
+
+def _may_take_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
     if query.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     if not all(map(is_static, (*query.shape, *key.shape))):
@@ -40,8 +48,9 @@ def pinned_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    kernel: str = "cudnn",
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` on cuDNN's kernel if that takes it, otherwise on what torch chooses.
+    """`scaled_dot_product_attention` on one kernel if that takes it, otherwise on what torch chooses.
 
     Args:
         query: [B, H, Q, D].
@@ -52,18 +61,19 @@ def pinned_attention(
         dropout_p: probability that a weight is dropped.
         is_causal: hide the keys after the query.
         enable_gqa: several query heads share one head of keys and values.
+        kernel: one of `omnicomp._torch.autograd.attention.KERNELS`.
 
     Returns:
         [B, H, Q, Dv].
     """
-    with cudnn_first():
-        return F.scaled_dot_product_attention(
+    with kernel_first(kernel):
+        return SDPA(
             query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
 
 PINNED_ATTENTION: Final = sdpa.define(
     "pinned_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, *, float scale, "
-    "float dropout_p=0., bool is_causal=False, bool enable_gqa=False) -> Tensor",
+    'float dropout_p=0., bool is_causal=False, bool enable_gqa=False, str kernel="cudnn") -> Tensor',
     pinned_attention,
 )

@@ -17,19 +17,6 @@ from omnicomp.passes.attention.linear import EXACT_INTEGERS, IndexReader, Linear
 from omnicomp.passes.attention.structure import Structure, boolean, build, substitute
 from omnicomp.passes.attention.terms import Apply, Number, Term
 
-__all__ = [
-    "FALSE",
-    "TRUE",
-    "Clause",
-    "Clauses",
-    "Literal",
-    "NormalForm",
-    "TooComplex",
-    "conjunction",
-    "disjunction",
-    "index_literal",
-]
-
 MOST_CLAUSES: Final = 32
 MOST_LITERALS: Final = 12
 

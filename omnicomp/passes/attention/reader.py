@@ -1,6 +1,7 @@
 """Tensors read as terms: one element of a traced value, as a function of the axes that address it."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -12,8 +13,6 @@ from omnicomp._torch.autograd.flex import on_real_tensors
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term
 from omnicomp.passes.attention.trace import Op, Value
 from omnicomp.passes.attention.views import VIEWS, NotAView, broadcast, source
-
-__all__ = ["At", "Reader", "axes_of", "cast", "number_of", "uniform"]
 
 _MOST_ELEMENTS: Final = 1 << 20
 _MOST_OPERATORS: Final = 100
@@ -345,14 +344,29 @@ class Reader:
             if item is None:
                 found.append(next(rest))
                 continue
-            term = self.expand(self.read(item, broadcast(item, window)))
+            term = _moved(self.expand(self.read(item, broadcast(item, window))))
             if isinstance(term, Number) and isinstance(term.value, int) and term.value >= 0:
                 found.append(Position((), term.value))
             elif isinstance(term, Index) and known_equal(term.step, 1):
-                found.append(Position(term.position.axes, term.position.start + term.start))
+                start = term.position.start + term.start
+                if isinstance(start, int) and start < 0:
+                    return None  # the first elements are the last ones of the tensor
+                found.append(Position(term.position.axes, start))
             else:
                 return None
         return self.read(base, tuple(found))
+
+
+def _moved(term: Term) -> Term:
+    """An index with a number added to it as an index that starts elsewhere."""
+    if isinstance(term, Apply) and term.op in ("add", "sub"):
+        left, right = map(_moved, term.args)
+        if term.op == "add" and isinstance(left, Number):
+            left, right = right, left
+        if isinstance(left, Index) and isinstance(right, Number) and isinstance(right.value, int):
+            by = right.value if term.op == "add" else -right.value
+            return dataclasses.replace(left, dtype=term.dtype, start=left.start + by)
+    return term
 
 
 def _promoted(operands: Sequence[Any]) -> torch.dtype:

@@ -12,10 +12,11 @@ from omnicomp.passes.attention.nodes import is_pure, is_shape_only, kind, mutate
 from omnicomp.passes.attention.site import MatchEnded, Site
 from omnicomp.passes.attention.trace import Trace
 
-__all__ = ["check_unused", "replace", "with_layout"]
-
 _TRANSPOSES: Final = ("transpose", "permute", "swapaxes")
 _LAYOUT_ENDS: Final = ("reshape", "flatten", "contiguous")
+_LOG_SUM_EXP: Final = (
+    "do without the log-sum-exp, or take it from flex_attention(q, k, v, return_lse=True) on CUDA; a CPU has none"
+)
 _VIEWS: Final = (*_TRANSPOSES, *_LAYOUT_ENDS, "view", "getitem", "unsqueeze", "squeeze", "unflatten", "expand")
 
 
@@ -33,16 +34,32 @@ def check_unused(site: Site) -> None:
             continue
         other = users[0]
         returned = _is_returned(other)
+        lever = _without(other)
+        if returned:
+            lever = "do not return the attention scores or weights (output_attentions=False)"
+        if kind(node) == "logsumexp":
+            lever = _LOG_SUM_EXP
         raise MatchEnded(
             node,
             f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
             "and a fused kernel does not make it",
             observed=f"used by {', '.join(user.name for user in node.users)}",
             needed="one user, the next step of the attention",
-            lever="do not return the attention scores or weights (output_attentions=False)"
-            if returned
-            else "do not use it twice",
+            lever=lever,
         )
+
+
+def _without(other: Node) -> str:
+    """What to do about another user of the scores or weights."""
+    name = kind(other)
+    if name == "logsumexp":
+        return _LOG_SUM_EXP
+    if name in ("matmul", "bmm", "einsum", "mm", "baddbmm"):
+        return (
+            f"leave out the second product with the weights, {other.name}, such as that of relative positions of "
+            "values, or add to the scores instead"
+        )
+    return f"let {other.name} do without it: a fused kernel makes the output alone"
 
 
 def _is_returned(node: Node) -> bool:
@@ -158,10 +175,29 @@ def _same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
+def _skip_merged_heads(fused: Node, trace: Trace) -> None:
+    """Let those who take batch and heads apart again read what they were merged from, without the copy of merging."""
+    if kind(fused) != "reshape" or not isinstance(source := fused.args[0], Node) or _changed_in_place(fused):
+        return
+    for user in list(fused.users):
+        if kind(user) not in ("reshape", "view", "unflatten") or not known_shape(fake_value(user), fake_value(source)):
+            continue
+        views = _hidden_layout(user, fake_value(source))
+        if views is None:
+            continue
+        for view, value in views.items():
+            view.meta["example_value"] = value
+        user.replace_all_uses_with(source)
+        trace.replace(user, source)
+        trace.forget(user)
+        user.graph.erase_node(user)
+
+
 def replace(site: Site, fused: Node, trace: Trace) -> None:
     """Let the users of the output read `fused`, and erase what only the old attention needed."""
     site.output.replace_all_uses_with(fused)
     trace.replace(site.output, fused)
+    _skip_merged_heads(fused, trace)
     # Changes in place of what is erased go with it, and then whatever they were computed from.
     stack = [site.output, *sorted(site.chain)]
     erased: set[Node] = set()

@@ -13,15 +13,12 @@ import torch
 
 from omnicomp._torch.autograd.attention import hint_of, known_equal
 from omnicomp.passes.attention.build import Builder, value_of
-from omnicomp.passes.attention.candidates import written_out
+from omnicomp.passes.attention.candidates import is_shifted, normalized_later, written_out
 from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, least_added, number
 from omnicomp.passes.attention.masking import mask_key
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat
-
-__all__ = ["GuardedMask", "Parts", "Shared", "Variant", "finish", "fit", "parts"]
-
 
 # Two cores of a CPU, 4096 keys of 128: with one query, unfused was twice as fast as fused with a copy of the keys.
 _FEW_QUERIES: Final = 8
@@ -137,7 +134,9 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
     query = _cast(query, site, builder)
     value = _with_weights(site, form, value, kept, builder)
     mask = empty = count = None
-    if form.mask and not variant.is_causal and not variant.unmasked:
+    if site.call is not None and site.call.mask is not None and not variant.is_causal and not variant.unmasked:
+        mask = _called_mask(site, form, site.call.mask, builder)
+    elif form.mask and not variant.is_causal and not variant.unmasked:
         key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
         mask, count = made.mask, made.shared
@@ -158,6 +157,14 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         empty=empty,
         shared=count,
     )
+
+
+def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder) -> Any:
+    """The mask of a call as it is, in the dimensions of the new one."""
+    made = builder.place(mask.node, mask.at, form.groups(site))
+    if known_equal(value_of(made).shape[-1], 1):
+        made = builder.call(torch.Tensor.expand, (made, -1, -1, -1, builder.size(flat(site.keys))))
+    return made
 
 
 def _without_hidden(
@@ -232,6 +239,8 @@ def _divided_gradient(fused: Any, count: Any, builder: Builder) -> Any:
 def _shared_mask(
     site: Site, form: Form, variant: Variant, builder: Builder, reader: Reader, shared: Shared
 ) -> "GuardedMask":
+    if not variant.rows_nonempty:
+        check_empty_rows(site, form, reader)
     key = (mask_key(site, form), site.dtype, site.fake().requires_grad, variant.rows_nonempty, str(site.undefined))
     if key not in shared:
         mask = _dense_mask(site, form, builder)
@@ -391,23 +400,39 @@ def _from_numbers(term: Term) -> bool:
     return isinstance(term, Number)
 
 
+def check_empty_rows(site: Site, form: Form, reader: Reader) -> None:
+    """Where a mask may hide every key of a row: that a softmax that is written out gives what torch's does.
+
+    Raises:
+        MatchEnded: it does not.
+    """
+    hiding = [step for step in form.mask if hides(step, reader)]
+    if not hiding or not written_out(site.softmax):
+        return
+    if site.softmax.name == "exp" and normalized_later(site.softmax) is None:
+        why = "exp(x - logsumexp(x)) sums to the number of keys"
+    elif any(_finite_step(step, reader) for step in hiding) and not is_shifted(site.softmax):
+        why = "exponentials of what is filled in are all zero, and so is their sum"
+    else:
+        return
+    raise MatchEnded(
+        site.softmax.node,
+        f"where no key is left, {why}, which is so in no kernel's softmax",
+        observed="a mask that may hide every key",
+        needed="a mask that is known to leave one, or torch.softmax",
+        lever="write torch.softmax(x, -1)",
+        code="not_equal",
+    )
+
+
 def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader) -> "GuardedMask":
     """The mask with which rows that no key is left in come out as in eager, whatever the kernel does there."""
     call = builder.call
-    hiding = sum(_hides(step, reader) for step in form.mask)
+    hiding = sum(hides(step, reader) for step in form.mask)
     # Two finite minima can add up to -inf.
-    added = sum(isinstance(step, Add) and _hides(step, reader) for step in form.mask)
+    added = sum(isinstance(step, Add) and hides(step, reader) for step in form.mask)
     undefined = added > 1 or not all(_finite_step(s, reader) for s in form.mask if not isinstance(s, Fill))
     infinite = undefined or not all(_finite_step(step, reader) for step in form.mask)
-    if hiding and written_out(site.softmax) and site.softmax.name == "exp":
-        raise MatchEnded(
-            site.softmax.node,
-            "where no key is left, exp(x - logsumexp(x)) sums to the number of keys, which no kernel's softmax does",
-            observed="a mask that may hide every key",
-            needed="a mask that is known to leave one, or torch.softmax",
-            lever="write torch.softmax(x, -1)",
-            code="not_equal",
-        )
     old = site.fake()
     # In inference the CPU's kernel averages rows of one finite minimum as eager does.
     averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
@@ -466,7 +491,7 @@ def _lowest(site: Site, form: Form, reader: Reader) -> float:
     """
     if site.dtype == torch.float16:
         return _SWALLOWS_IN_HALF
-    if site.dtype != torch.float64 or not any(isinstance(s, Add) and _hides(s, reader) for s in form.mask):
+    if site.dtype != torch.float64 or not any(isinstance(s, Add) and hides(s, reader) for s in form.mask):
         return SWALLOWS
     for step in form.mask:
         value = number(step.value) if isinstance(step, Fill) else None
@@ -489,7 +514,7 @@ def _finite_step(step: Step, reader: Reader) -> bool:
     return not isinstance(step, Add) or is_finite(step.term, reader)
 
 
-def _hides(step: Step, reader: Reader) -> bool:
+def hides(step: Step, reader: Reader) -> bool:
     """Whether a step may add numbers that swallow scores; trained parameters do not."""
     return isinstance(step, Fill) or (isinstance(step, Add) and _may_hide(step.term, reader))
 

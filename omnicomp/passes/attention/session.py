@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.attention import known_equal, without_guards
-from omnicomp.analysis.nodes import insert_call
+from omnicomp.analysis.nodes import all_nodes, fake_value, insert_call, op_name
 from omnicomp.devices import Device
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
+from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.attention.build import Builder
 from omnicomp.passes.attention.form import Form
 from omnicomp.passes.attention.masking import Masking
@@ -19,12 +21,11 @@ from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.replace import with_layout
 from omnicomp.passes.attention.site import Site
 from omnicomp.passes.attention.terms import Position
-from omnicomp.passes.attention.trace import Trace
+from omnicomp.passes.attention.timings import Budget
+from omnicomp.passes.attention.trace import CALL, FLEX_CALL, Trace, Value
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.resolve import resolve
 from omnicomp.passes.dtypes.rules import decide
-
-__all__ = ["Attempt", "Chosen", "Session", "computed_dtype"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,15 @@ class Chosen:
         node: its output, in shape, dtype and layout of the site's output.
         target: the operator that was called.
         detail: what it was told and which kernel that takes, for the timeline.
+        kernel: the one that it is pinned to, or an empty string.
+        timed: milliseconds of the candidates that were timed for it.
     """
 
     node: Node
     target: str
     detail: str
+    kernel: str = ""
+    timed: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 @dataclasses.dataclass
@@ -56,6 +61,12 @@ class Session:
         shared: tensors made for one site that others can use: masks.
         blocks: what FlexAttention's sites share.
         maskings: what masks hide, by their meaning.
+        asked: the assumptions that were made for maskings.
+        relied_on: the maskings of sites that were fused.
+        read_last: the masking that was asked for last, which is that of the site in hand.
+        budget: the time that may go into timing candidates.
+        kernels: which kernel an attention takes, by its operands and arguments.
+        timed: milliseconds of the candidates, by the node of the site's output.
     """
 
     module: GraphModule
@@ -67,11 +78,33 @@ class Session:
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
     blocks: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
     maskings: dict[Any, Masking] = dataclasses.field(default_factory=dict[Any, Masking])
+    asked: dict[Any, Assumption] = dataclasses.field(default_factory=dict[Any, Assumption])
+    relied_on: set[Any] = dataclasses.field(default_factory=set[Any])
+    read_last: Any = None
+    budget: Budget = dataclasses.field(default_factory=lambda: Budget(0.0))
+    kernels: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+    timed: dict[Node, dict[str, float]] = dataclasses.field(default_factory=dict[Node, dict[str, float]])
 
-    @property
+    @functools.cached_property
     def softmaxes(self) -> int:
         """How many there are in the whole graph: about as many attentions, most of which share one mask."""
-        return max(1, sum(op.name in ("_softmax", "_safe_softmax") for op in self.trace.ops))
+        return max(1, sum(op.name in ("_softmax", "_safe_softmax", CALL) for op in self.trace.ops))
+
+    @functools.cached_property
+    def flex_calls(self) -> int:
+        """How many calls of FlexAttention there are in the whole graph."""
+        return max(1, sum(op.name == FLEX_CALL for op in self.trace.ops))
+
+    def withdraw_unused(self) -> None:
+        """Take back what was assumed for sites that were not fused even so."""
+        for key, question in self.asked.items():
+            if key not in self.relied_on:
+                self.context.withdraw(question)
+
+    @functools.cached_property
+    def kernels_chosen(self) -> bool:
+        """Whether the program says which kernels its calls may take."""
+        return any(op_name(n).endswith("_sdpa_kernel") for n in all_nodes(self.context.root or self.module))
 
     def computed_dtype(self, site: Site) -> torch.dtype:
         """The dtype that the operands of a site's kernel will have."""
@@ -97,6 +130,25 @@ class Session:
                 self.blocks.update(blocks)
                 while site.output.prev is not before:
                     site.output.graph.erase_node(site.output.prev)
+
+    @contextlib.contextmanager
+    def trial(self, node: Node) -> Generator[Builder]:
+        """A builder of nodes before a call of torch's own attention, all of which are taken back."""
+        before, old = node.prev, fake_value(node)[0]
+
+        def holder(value: Value) -> Node:
+            found = self.trace.holder(value, node)
+            if found is None:
+                raise ValueError("a part of the mask is made inside another operation")
+            return found
+
+        try:
+            with torch.set_grad_enabled(old.requires_grad), torch.autocast(old.device.type, enabled=False):
+                with without_guards(old):
+                    yield Builder(holder, functools.partial(insert_call, node))
+        finally:
+            while node.prev is not before:
+                node.graph.erase_node(node.prev)
 
 
 class Attempt:

@@ -12,24 +12,6 @@ from omnicomp.passes.attention.reader import At
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Scores, Term, leaves
 from omnicomp.passes.attention.trace import Op, Value
 
-__all__ = [
-    "Add",
-    "Fill",
-    "Floor",
-    "Function",
-    "MatchEnded",
-    "Narrow",
-    "Operand",
-    "Scale",
-    "Site",
-    "Step",
-    "axes_in",
-    "number_in",
-    "step_of",
-    "steps_of",
-    "uncast",
-]
-
 
 class MatchEnded(Exception):
     """The match met something that it does not understand, or a rewrite that would not be equal or faster.
@@ -116,6 +98,42 @@ class Operand:
     at: At
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visited:
+    """The blocks of keys that a call of FlexAttention is told to visit, where they are not proved to be its mask's.
+
+    Attributes:
+        partial: the nodes of `kv_num_blocks` and `kv_indices`.
+        full: those of `full_kv_num_blocks` and `full_kv_indices`; None if there are none.
+        sizes: of a block: queries and keys.
+    """
+
+    partial: tuple[Node, Node]
+    full: tuple[Node, Node] | None
+    sizes: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """The call of torch's own attention that a site was read from.
+
+    Attributes:
+        operands: the queries, keys and values that it is given.
+        mask: the mask that it is given, and how the axes address it; None if there is none.
+        arguments: the other arguments that differ from their defaults.
+        default_scale: whether the scale is left to the call, because it depends on a symbolic size; `Site.scale` is 1.
+        flex: whether it is a call of FlexAttention, which has a function for a mask.
+        visited: the blocks that it visits, where these are not proved to be those of its mask.
+    """
+
+    operands: tuple[Node, Node, Node]
+    mask: Operand | None
+    arguments: dict[str, Any]
+    default_scale: bool = False
+    flex: bool = False
+    visited: Visited | None = None
+
+
 @dataclasses.dataclass(kw_only=True)
 class Site:
     """One attention, read from the graph.
@@ -143,6 +161,7 @@ class Site:
         dtype: dtype of the output, in which the attention will run.
         chain: the nodes of the graph that the rewrite makes superfluous.
         product: the node of the product of queries and keys.
+        call: the call that it was read from; None for one that is written out.
     """
 
     softmax: Op
@@ -167,6 +186,7 @@ class Site:
     weights: list[Step] = dataclasses.field(default_factory=list[Step])
     undefined: float = float("nan")
     chain: set[Node] = dataclasses.field(default_factory=set[Node])
+    call: Call | None = None
 
     def fake(self) -> torch.Tensor:
         """The fake tensor of the output."""

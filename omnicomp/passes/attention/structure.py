@@ -9,8 +9,6 @@ import torch
 from omnicomp._torch.symbols import expression
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term, evaluate
 
-__all__ = ["IndexSpace", "Structure", "boolean", "build", "substitute", "term_key"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexSpace:

@@ -13,8 +13,6 @@ from omnicomp.passes.attention.predicates import Clause, Literal
 from omnicomp.passes.attention.structure import IndexSpace, Structure
 from omnicomp.passes.attention.terms import Axis, Term, can_evaluate, evaluate
 
-__all__ = ["MOST_PAIRS", "Band", "MaskDisagreement", "Table"]
-
 # Pairs of a query and a key: the most that are evaluated to decide a mask, to check one that is decided, for one query,
 # and at once. What is done at once stays in a core's cache, and below the size from which torch wakes its threads.
 MOST_PAIRS: Final = 2**26

@@ -1,16 +1,17 @@
 """Which fused kernel an attention becomes: tried on its real shapes, strides and dtypes, best first."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Node
 
-from omnicomp._torch.autograd.attention import concrete, fused_kernel, hint_of, known_equal
+from omnicomp._torch.autograd.attention import KERNELS, SDPA, concrete, fused_kernel, hint_of, is_static, known_equal
+from omnicomp._torch.distributed import is_spread, local_attention, whole_on_ranks
 from omnicomp.analysis.nodes import fake_value
-from omnicomp.passes.attention.assume import assume_full
+from omnicomp.passes.attention.assume import settle_mask
 from omnicomp.passes.attention.differentiable import (
     ATTENTION_WITH_BIAS,
     ATTENTION_WITH_SINK,
@@ -21,19 +22,21 @@ from omnicomp.passes.attention.differentiable import (
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
-from omnicomp.passes.attention.pinned import PINNED_ATTENTION, prefers_cudnn
-from omnicomp.passes.attention.sdpa import Parts, Variant, finish, parts
+from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, prefers_cudnn
+from omnicomp.passes.attention.sdpa import Parts, Variant, finish, hides, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
-from omnicomp.passes.attention.site import MatchEnded, Site
+from omnicomp.passes.attention.site import Fill, MatchEnded, Site
 from omnicomp.passes.attention.terms import Axis, flat
+from omnicomp.passes.attention.timings import UNFUSED, Timed, decide, problem_of
+from omnicomp.passes.attention.visited import settle_visited
 from omnicomp.passes.base import PassContext
-
-__all__ = ["choose"]
 
 # About half a millisecond on one core.
 _NEGLIGIBLE_FLOPS: Final = 1 << 25
 # T5 with 1024 tokens, training on an H200: 1.00 to 1.12 times the unfused time.
 _TRAINED_PAIRS: Final = 2048 * 2048
+# Of torch's kernels, where rule and habit say nothing.
+_ORDER: Final = ("flash", "efficient", "cudnn")
 _Way = Callable[[Attempt], Chosen | None]
 
 
@@ -52,6 +55,8 @@ def choose(site: Site, session: Session) -> Chosen:
             lever="set the attention's dropout to 0, or fallback_random to False",
             code="not_equal",
         )
+    if is_spread(site.fake()) and (site.call is not None or site.dropout or site.sinks):
+        raise _spread(site, "a call, a dropout or a sink")
     ended: list[MatchEnded] = []
     errors: list[str] = []
     for way in _ways(site, session, ended):
@@ -65,6 +70,7 @@ def choose(site: Site, session: Session) -> Chosen:
                 errors.append(str(error).splitlines()[0])
                 continue
             if chosen is not None:
+                session.relied_on.add(session.read_last)
                 return chosen
     if ended:
         # The first says what the program does, the others what else was tried.
@@ -80,14 +86,24 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
         form = positive_scale(dense_form(site, session.reader), site.dtype)
     except MatchEnded as end:
         ended.append(end)
-        if not site.sinks:
+        if not site.sinks and not is_spread(site.fake()):
             form = positive_scale(open_form(site, session.reader), site.dtype)
             yield functools.partial(insert, site, form, _masking(site, form, session))
         return
     masking = _masking(site, form, session)
+    if is_spread(site.fake()):
+        if not (masking.is_full or masking.is_causal) or masking.biases:
+            ended.append(_spread(site, f"mask ({masking.name})"))
+            return
+        for variant in _variants(site, form, masking):
+            yield functools.partial(_plain, site, form, masking, variant)
+        return
     if site.sinks:
         for variant in _variants(site, form, masking):
             yield functools.partial(_with_sink, site, form, masking, variant)
+        return
+    if site.call is not None:
+        yield from _ways_of_call(site, form, masking, session)
         return
     flexible = functools.partial(insert, site, form, masking)
     # The dtype policy lowers no FlexAttention, whose graphs and tiles are made for one dtype.
@@ -100,15 +116,92 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
         yield functools.partial(_with_bias, site, form, masking, variant)
 
 
+def _ways_of_call(site: Site, form: Form, masking: Masking, session: Session) -> Iterator[_Way]:
+    """The ways to better a call: without its mask, without copies of heads, or on a fused kernel at all."""
+    assert site.call is not None
+    if site.call.flex:
+        for variant in _variants(site, form, masking):
+            if variant.unmasked or variant.is_causal:
+                yield functools.partial(_plain, site, form, masking, variant)
+        return
+    told = site.call.mask is None and bool(form.mask)
+    if told and not (masking.is_causal or masking.is_full):
+        return  # `is_causal` of a call whose sizes do not say that this is a causal mask
+    lowered = session.computed_dtype(site) is not site.dtype
+    if not lowered and not site.call.default_scale and flex_pays(site, form, masking, session):
+        yield functools.partial(insert, site, form, masking)
+    repeated = any(
+        hint_of(fake_value(given).numel()) > hint_of(held.value.fake.numel())
+        for given, held in zip(site.call.operands[1:], (site.key, site.value), strict=True)
+    )
+    for variant in _variants(site, form, masking):
+        unmasked = site.call.mask is not None and (variant.unmasked or variant.is_causal)
+        if unmasked:
+            yield functools.partial(_plain, site, form, masking, variant)
+        else:
+            better = variant.grouped and repeated
+            yield functools.partial(_same_mask, site, form, masking, variant, better=better)
+
+
+def _same_mask(
+    site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt, *, better: bool
+) -> Chosen | None:
+    """The call with other operands: grouped heads, or in a form that a fused kernel takes where it has none.
+
+    Or on another kernel, where that was measured to be faster.
+    """
+    before = _called_kernel(site, attempt.session)
+    if before and not better and not attempt.session.budget.enabled:
+        return None
+    chosen = _plain(site, form, masking, variant, attempt)
+    if before and not better and chosen is not None and not (chosen.timed and chosen.kernel):
+        attempt.kept = False
+        return None
+    # The kernels disagree about rows in which a number hides every key: on the CPU in half precision and in gradients.
+    old, reader = site.fake(), attempt.session.reader
+    sure = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
+    sure |= variant.rows_nonempty or all(isinstance(step, Fill) or not hides(step, reader) for step in form.mask)
+    same = chosen is not None and bool(before) and chosen.detail.endswith(f"kernel {before}")
+    if not sure and not same:
+        attempt.kept = False
+        return None
+    return chosen
+
+
+def as_called(site: Site, session: Session) -> str:
+    """What a call that stays as it is was told, and which kernel that takes, for the timeline."""
+    form = dense_form(site, session.reader)
+    if site.call is not None and site.call.flex:
+        name = read_masking(site, form, session.reader).name
+        words = [f"scale={form.scale:g}", *([f"block mask ({name})"] if form.mask else [])]
+        if site.call.visited is not None:
+            words.append("the blocks that it visits are not known to be those of its mask")
+        return ", ".join(words)
+    masking = _masking(site, form, session)
+    told = Variant(is_causal=bool(site.call and site.call.mask is None and form.mask))
+    with session.attempt(site):
+        kernel = _called_kernel(site, session)
+    return _describe(site, form, masking, told, kernel or "none, as torch decomposes it")
+
+
+def _called_kernel(site: Site, session: Session) -> str:
+    """The kernel that torch takes for a call as it is, or an empty string if it decomposes it."""
+    assert site.call is not None
+    dtype, kwargs = session.computed_dtype(site), dict(site.call.arguments)
+    if site.call.mask is not None:
+        kwargs["attn_mask"] = site.call.mask.node
+    return fused_kernel(functools.partial(_try, SDPA, site.call.operands, kwargs, dtype))
+
+
 def _masking(site: Site, form: Form, session: Session) -> Masking:
     """What the mask hides; read once for all sites that share it."""
-    key = mask_key(site, form)
+    if site.call is not None and site.call.visited is not None:
+        return settle_visited(site, form, read_masking(site, form, session.reader), site.call.visited, session)
+    session.read_last = key = mask_key(site, form)
     if key not in session.maskings:
         masking = read_masking(site, form, session.reader)
         if session.context.speculate and form.mask:
-            with session.attempt(site) as attempt:  # whatever is inserted is taken back
-                assumed = assume_full(site, form, masking, attempt.builder, session.context, session.softmaxes)
-            masking = assumed if isinstance(assumed, Masking) else masking
+            masking = settle_mask(site, form, masking, session)
         session.maskings[key] = masking
     return session.maskings[key]
 
@@ -118,7 +211,7 @@ def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
     unmasked = masking.is_full and not masking.biases
     causal = masking.is_causal and not unmasked
     # Where no key is left the sink has all the weight, as in eager.
-    nonempty = bool(site.sinks)
+    nonempty = bool(site.sinks) or masking.nonempty
     nonempty |= masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
     keys = masking.mask is not None and masking.mask.keys_nonempty and not masking.biases
     for padded in (False, True) if differ and not site.sinks else (False,):
@@ -151,8 +244,8 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
     dtype = attempt.session.computed_dtype(site)
     if variant.padded:
         _check_padding(site, made, dtype)
-    _check_trained_mask(site, made)
-    kwargs: dict[str, Any] = {"scale": form.scale}
+    default = site.call is not None and site.call.default_scale
+    kwargs: dict[str, Any] = {} if default else {"scale": form.scale}
     if made.mask is not None:
         kwargs["attn_mask"] = made.mask
     if variant.is_causal:
@@ -162,17 +255,129 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
     if variant.grouped:
         kwargs["enable_gqa"] = True
     operands = (made.query, made.key, made.value)
-    pinned = prefers_cudnn(fake_value(made.query), fake_value(made.key), dtype)
-    target: Any = PINNED_ATTENTION if pinned else F.scaled_dot_product_attention
-    kernel = fused_kernel(functools.partial(_try, target, operands, kwargs, dtype))
+    pinned, kernel, timed = _kernel(site, made, kwargs, dtype, attempt.session)
+    if not timed:
+        _check_trained_mask(site, made)
     if not kernel:
         return None
-    if pinned and made.mask is not None:
-        operands, kwargs = (*operands, made.mask), {k: v for k, v in kwargs.items() if k != "attn_mask"}
+    if site.call is not None and "cudnn" in kernel and not variant.rows_nonempty:
+        made = _zero_without_keys(made, attempt)
+    target: Any = SDPA
+    if is_spread(site.fake()):
+        if not whole_on_ranks([fake_value(each) for each in operands], dims=2):
+            raise _spread(site, "sharded along queries, keys or features, or unevenly, or in different ways")
+        target, kwargs = local_attention, {"is_causal": False, "enable_gqa": False, **kwargs}
+        pinned = ""
+    elif pinned:
+        target = PINNED_ATTENTION
+        kwargs = {k: v for k, v in kwargs.items() if k != "attn_mask"} | {"kernel": pinned}
+        operands = operands if made.mask is None else (*operands, made.mask)
     fused = attempt.call(target, operands, kwargs)
     fused = finish(site, form, fused, made, attempt.builder)
     detail = _describe(site, form, masking, variant, kernel)
-    return attempt.keep(form, fused, target="scaled_dot_product_attention", detail=detail)
+    chosen = attempt.keep(form, fused, target="scaled_dot_product_attention", detail=detail)
+    return dataclasses.replace(chosen, timed=timed, kernel=pinned)
+
+
+def _spread(site: Site, observed: str) -> MatchEnded:
+    """Why an attention of distributed tensors stays as it is, with the communication that it has."""
+    return MatchEnded(
+        site.output,
+        "the attention is spread over ranks (DTensor), and no rank has whole heads of its own to fuse",
+        observed=observed,
+        needed="queries, keys and values sharded alike by batches or heads, with no mask or a causal one",
+        lever="take local tensors, as tensor parallel does for the outputs of its layers",
+        code="not_equal",
+    )
+
+
+def _zero_without_keys(made: Parts, attempt: Attempt) -> Parts:
+    """Rows of a call in which a mask hides every key are zero, but cuDNN's kernel leaves in them what it likes."""
+    if made.mask is None or fake_value(made.mask).dtype is not torch.bool:
+        return made
+    shared = attempt.session.shared
+    name = ("empty", made.mask)
+    if name not in shared:
+        some = attempt.call(torch.any, (made.mask,), {"dim": -1, "keepdim": True})
+        shared[name] = attempt.call(torch.logical_not, (some,))
+    return dataclasses.replace(made, empty=shared[name])
+
+
+def _kernel(
+    site: Site, made: Parts, kwargs: dict[str, Any], dtype: torch.dtype, session: Session
+) -> tuple[str, str, dict[str, float]]:
+    """The kernel that a call is pinned to, or an empty string; the operator that it takes; what was timed.
+
+    It is the fastest of those that take the attention, where that is known or can be measured, and else by rule.
+
+    Raises:
+        MatchEnded: the attention is faster unfused.
+    """
+    operands = (made.query, made.key, made.value)
+    facts = [None if node is None else _facts(fake_value(node)) for node in (*operands, made.mask)]
+    key = (repr(facts), repr({k: v for k, v in kwargs.items() if k != "attn_mask"}), dtype, site.fake().requires_grad)
+    if key not in session.kernels:
+        session.kernels[key] = _decided(operands, made.mask, kwargs, dtype, site, session)
+    pinned, kernel, timed = session.kernels[key]
+    session.timed[site.output] = {} if timed is None else timed.times
+    if timed is not None and timed.best == UNFUSED:
+        raise MatchEnded(
+            site.output,
+            "unfused was measured to be faster than any fused kernel",
+            observed=str(timed),
+            needed="a fused kernel that is faster",
+            lever="options={'attention_seconds': 0} goes by rule",
+            code="not_profitable",
+        )
+    return pinned, kernel, {} if timed is None else timed.times
+
+
+def _facts(fake: torch.Tensor) -> tuple[Any, ...]:
+    return (*map(str, fake.shape), *map(str, fake.stride()), fake.dtype, fake.requires_grad)
+
+
+def _decided(
+    operands: tuple[Node, ...],
+    mask: Node | None,
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    site: Site,
+    session: Session,
+) -> tuple[str, str, Timed | None]:
+    query, key, value = map(fake_value, operands)
+
+    def taken(pinned: str) -> str:
+        target: Any = PINNED_ATTENTION if pinned else SDPA
+        named = {**kwargs, "kernel": pinned} if pinned else kwargs
+        return fused_kernel(functools.partial(_try, target, operands, named, dtype))
+
+    usual = taken("")
+    rule = ""
+    if "scale" in kwargs:
+        if prefers_cudnn(query, key, dtype):
+            rule = "cudnn"
+        elif "cudnn" in usual and avoids_cudnn(query, key, dtype):
+            rule = "efficient"
+    problem = problem_of(
+        (query, key, value),
+        None if mask is None else fake_value(mask),
+        dtype,
+        is_causal=kwargs.get("is_causal", False),
+        grouped=kwargs.get("enable_gqa", False),
+        dropout=kwargs.get("dropout_p", 0.0),
+        training=bool(site.fake().requires_grad),
+    )
+    timed = None
+    if problem is not None and session.budget.enabled and "scale" in kwargs:
+        fixed = all(map(is_static, (*query.shape, *key.shape)))
+        order = dict.fromkeys((rule, *(name for name in KERNELS if name in usual), *_ORDER))
+        takes = {name: kernel for name in order if (kernel := taken(name)) and name and name in kernel}
+        # cuDNN plans anew for every size.
+        timed = decide(problem, [name for name in takes if fixed or name != "cudnn"], session.budget)
+    if timed is None:
+        return rule, taken(rule) if rule else usual, None
+    best = "" if timed.best == UNFUSED or timed.best in usual else timed.best
+    return best, taken(best) if best else usual, timed
 
 
 def _check_trained_mask(site: Site, made: Parts) -> None:
@@ -312,7 +517,7 @@ def _takes_cudnn(made: Parts, variant: Variant, scale: float) -> bool:
 
 
 def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel: str) -> str:
-    words = [f"scale={form.scale:g}"]
+    words = [] if site.call is not None and site.call.default_scale else [f"scale={form.scale:g}"]
     if variant.is_causal:
         words.append("is_causal")
     elif form.mask and not variant.unmasked:
@@ -325,7 +530,7 @@ def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel
         words.append("sink")
     if site.dropout:
         words.append(f"dropout={site.dropout:g}")
-    return f"{', '.join(words)}; kernel {kernel}"
+    return "; ".join(filter(None, (", ".join(words), f"kernel {kernel}")))
 
 
 def _not_profitable(site: Site, context: PassContext, errors: list[str]) -> MatchEnded:

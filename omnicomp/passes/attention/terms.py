@@ -13,23 +13,6 @@ import torch
 
 from omnicomp._torch.symbols import expression
 
-__all__ = [
-    "OPERATIONS",
-    "Apply",
-    "Axis",
-    "Index",
-    "Number",
-    "Position",
-    "Read",
-    "Scores",
-    "Term",
-    "can_evaluate",
-    "evaluate",
-    "flat",
-    "leaves",
-    "rewrite",
-]
-
 
 class Axis:
     """An index that runs from 0 to `size` - 1; two axes are the same one only if they are the same object.

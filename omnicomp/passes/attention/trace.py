@@ -8,17 +8,29 @@ in place become new values; a value that was changed through another view of its
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, functional_counterpart, listening, storage_key
+from omnicomp._torch.autograd.flex import FLEX
+from omnicomp._torch.targets import base_name
 from omnicomp.analysis.nodes import fake_value, submodules
 from omnicomp.passes.attention.nodes import active_dropout, changes_grad_mode, is_scaled_dot_product_attention
 
-__all__ = ["Op", "Trace", "Value", "trace"]
+# The operator that a call of torch's own attention is noted as, whatever it decomposes to.
+CALL: Final = "scaled_dot_product_attention"
+# The same for FlexAttention: queries, keys, values, and the mask that its function of indices makes, or None.
+FLEX_CALL: Final = "flex_attention"
+# What a function of single indices may do, if it is to give the same for tensors of all of them.
+_OF_ELEMENTS: Final = frozenset(
+    "add sub rsub mul div neg abs eq ne lt le gt ge where index minimum maximum clamp floor_divide remainder _to_copy "
+    "to logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__ "
+    "__xor__ full scalar_tensor new_ones new_zeros new_full ones_like zeros_like full_like expand alias detach "
+    "lift_fresh".split()
+)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -170,7 +182,7 @@ class _Recorder:
         written += [
             kwargs[a.name] for a in schema.arguments if a.is_write and isinstance(kwargs.get(a.name), torch.Tensor)
         ]
-        name = schema.name.rpartition("::")[2]
+        name = base_name(operator)
         if name in ("baddbmm", "addmm") and isinstance(out, torch.Tensor):
             # The product alone is a value, too.
             product = self._make(name.removeprefix("badd").removeprefix("add"), None, args[1:3], {})
@@ -187,14 +199,14 @@ class _Recorder:
         functional = functional_counterpart(operator)
         op = None
         if functional is not None and len(written) == 1 and written[0] is args[0]:
-            op = self._make(name[:-1], functional._schema, args, kwargs)
+            op = self._make(base_name(functional), functional._schema, args, kwargs)
             op.target = functional
         for tensor in written:
             self._write(tensor, op)
 
-    def note(self, name: str, schema_args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor) -> None:
+    def note(self, name: str, schema_args: Sequence[Any], kwargs: Mapping[str, Any], *out: torch.Tensor) -> None:
         """An operator of ours that stands for several."""
-        self._add(name, None, schema_args, kwargs, [out])
+        self._add(name, None, schema_args, kwargs, out)
 
     def opaque(self, out: Any) -> None:
         """Forget what `out` holds."""
@@ -295,8 +307,16 @@ class _Runner(Interpreter):
             return fake.detach() if isinstance(fake, torch.Tensor) else self.recorder.fake_of(held)
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
-        if n.op == "call_module" or is_scaled_dot_product_attention(n):
+        if n.op == "call_module":
             return self._from_example(n)
+        if is_scaled_dot_product_attention(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            out = self._from_example(n)
+            if isinstance(out, torch.Tensor):
+                self.recorder.note(CALL, args, kwargs, out)
+            return out
+        if n.target is FLEX:
+            return self._call_flex(n)
         if isinstance(n.target, HigherOrderOperator):
             return self._call_region(n)
         if changes_grad_mode(n):
@@ -320,6 +340,28 @@ class _Runner(Interpreter):
         if len(inputs) != len(regions[0].graph.find_nodes(op="placeholder")):
             return self._from_example(n)
         return _Runner(regions[0], self.recorder, self.followed).run_with(inputs)
+
+    def _call_flex(self, n: Node) -> Any:
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        out = self._from_example(n)
+        query, key, value, _, mask, _, _, _, reads = args
+        made = self._mask_of(query, key, mask[-1], reads)
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.recorder.note(FLEX_CALL, (query, key, value, made, *mask[:-1]), {}, *results)
+        return out
+
+    def _mask_of(self, query: torch.Tensor, key: torch.Tensor, function: Any, reads: Sequence[Any]) -> Any:
+        """The mask that a function of batch, head, query and key makes; None if it can't be run on all of them."""
+        sizes = (*query.shape[:3], key.shape[2])
+        indices: list[torch.Tensor] = []
+        for place, size in enumerate(sizes):
+            shape = [1] * place + [size] + [1] * (3 - place)
+            indices.append(torch.arange(size, device=query.device).reshape(shape))
+        start = len(self.recorder.trace.ops)
+        made = _Runner(function, self.recorder, self.followed).run_with([*indices, *reads])
+        names = {op.name for op in self.recorder.trace.ops[start:]}
+        known = isinstance(made, torch.Tensor) and made.dtype is torch.bool and made.dim() <= 4
+        return made if known and names <= _OF_ELEMENTS else None
 
     def _from_example(self, n: Node) -> Any:
         """Results of a node that was not run, from what Dynamo noted of it."""

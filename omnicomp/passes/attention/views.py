@@ -11,8 +11,6 @@ from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.terms import Axis, Position
 from omnicomp.passes.attention.trace import Op, Value
 
-__all__ = ["VIEWS", "NotAView", "broadcast", "full", "source", "split"]
-
 At = tuple[Position, ...]
 
 
@@ -33,6 +31,28 @@ def source(op: Op, index: int, at: At) -> tuple[Value, At]:
     """
     value = next(op.inputs)
     return value, VIEWS[op.name](op, value, index, at)
+
+
+def followed(value: Value, at: At, made_by: Op) -> tuple[list[Value], At]:
+    """Follow a value back to the operator that it comes from through views, casts and arithmetic with numbers.
+
+    Args:
+        value: where to begin.
+        at: a position along each of its dimensions.
+        made_by: the operator; the value is known to come from it.
+
+    Returns:
+        The values on the way, both ends included, and the positions in the last of them.
+
+    Raises:
+        NotAView: the positions can't be expressed.
+    """
+    passed = [value]
+    while (op := value.op) is not made_by:
+        assert op is not None
+        value, at = source(op, value.index, at) if op.name in VIEWS else (next(op.inputs), at)
+        passed.append(value)
+    return passed, at
 
 
 def broadcast(value: Value, at: At) -> At:

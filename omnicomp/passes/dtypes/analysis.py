@@ -12,8 +12,6 @@ from omnicomp._torch.dtypes import storage_key, was_written, writes_or_aliases
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.passes.dtypes.operators import is_cast, kind, source, tensors
 
-__all__ = ["Scopes", "changed_storages", "exactness", "is_floating_work", "is_plain_call", "storages", "wide_cast"]
-
 _WIDE_INTEGERS: Final = frozenset((torch.int16, torch.int32, torch.int64))
 _FLOATS: Final = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _TO_FLOAT32: Final = frozenset((torch.bfloat16, torch.float16))

@@ -21,23 +21,21 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.inductor.store import JsonStore
 from omnicomp._torch.inductor.versions import keeps_caches
-from omnicomp.analysis.exact_hash import exact_hash
+from omnicomp.analysis.hashes import exact_hash
 from omnicomp.analysis.nodes import op_name, submodules
 from omnicomp.errors import first_line
-from omnicomp.forks import new_lock
 from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy
 from omnicomp.passes.dtypes import trial_runs
 from omnicomp.passes.dtypes.trial_runs import Runs, Site, TrialError
-from omnicomp.store import JsonStore
+from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Calibration, Option, Reason, Rewrite, Timeline
 
 if TYPE_CHECKING:
     from omnicomp.passes.base import PassContext  # the passes need this module
     from omnicomp.passes.dtype_policy import DtypePass
-
-__all__ = ["CACHE", "Bound", "Finding", "clear", "must_stay_wide", "search"]
 
 CACHE: Final = "calibrations"
 _MEMO: Final = "calibration"
@@ -144,11 +142,6 @@ def must_stay_wide(item: "DtypePass", module: GraphModule, context: "PassContext
     """The operators of a region that a pass must not lower, by name, and why; asked before it rewrites any.
 
     The first region that asks has the whole graph calibrated, or its finding looked up.
-
-    Args:
-        item: the pass; it is run on copies of the graph.
-        module: the region.
-        context: of the pass, with `root` and `inputs`.
     """
     if item.bound is None or context.root is None:
         return {}

@@ -19,7 +19,7 @@ from omnicomp.passes.dtypes.operators import kind
 from omnicomp.passes.dtypes.resolve import NAME
 from omnicomp.passes.dtypes.rewrite import Compute
 from omnicomp.timeline import Reason
-from omnicomp.weights.forms import FLOAT8, scaled
+from omnicomp.weights.cast_copies import FLOAT8, scaled
 
 __all__ = ["FLOAT8", "Scaled", "in_fp8", "read_scaled"]
 
@@ -29,11 +29,6 @@ _aten: Final = torch.ops.aten
 
 def in_fp8(node: Node, policy: DtypePolicy, context: PassContext) -> Compute | Reason | None:
     """How a linear layer is computed in float8.
-
-    Args:
-        node: an operator that is to compute in `policy.compute`.
-        policy: with the kind of scales in `fp8`.
-        context: of the pass.
 
     Returns:
         What inserts it, for operands in `policy.compute`; the reason why it is not done; None for what is no linear
@@ -81,7 +76,7 @@ def _linear(anchor: Node, x: Node, weight: Node, bias: Node | None, dtype: torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What `omnicomp.weights.forms.scaled` has put into a graph.
+    """What `omnicomp.weights.cast_copies.scaled` has put into a graph.
 
     Attributes:
         value: what was scaled.

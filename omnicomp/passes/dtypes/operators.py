@@ -13,21 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp.analysis.nodes import fake_value, op_name
 
-__all__ = [
-    "ATTENTION",
-    "BUNDLES",
-    "CLASSES",
-    "EXACT",
-    "FLOAT32_AT_LEAST",
-    "VIEWS",
-    "is_cast",
-    "is_optimizer",
-    "kind",
-    "operator_class",
-    "source",
-    "tensors",
-]
-
 ATTENTION: Final = "scaled_dot_product_attention"
 _PRODUCTS: Final = frozenset("linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum bilinear tensordot".split())
 _CONVOLUTIONS: Final = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))

@@ -1,26 +1,114 @@
-"""What a policy comes to on a device: `auto` decided, dtypes that it lacks refused, slow ones told."""
+"""How fast this machine multiplies in a low-precision dtype, measured once and kept.
+
+An instruction set says what a processor may be fast in, not whether the libraries that torch calls make use of it. So
+one product is timed in float32 and in the dtype, by turns, for some milliseconds; the shortest times are kept in the
+process, and on disk next to omnicomp's other caches. What else the machine does only adds to a time.
+"""
 
 import dataclasses
-from typing import Final
+import hashlib
+import platform
+import time
+from typing import Any, Final
 
 import torch
 
+from omnicomp._torch.dtypes import undisturbed
+from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.devices import Device
-from omnicomp.devices.cpu import instruction_set
-from omnicomp.forks import new_lock
+from omnicomp.devices.cpu import cpu_flags, instruction_set
 from omnicomp.options.dtype_policy import DtypePolicy, short
-from omnicomp.passes.dtypes import speeds
-from omnicomp.privacy import logger
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason
 
-__all__ = ["NAME", "resolve", "slowness", "unsupported", "warn_if_slow"]
+SIZE: Final = 256
+_ROUNDS: Final = (5, 25)
+_SECONDS: Final = 0.05
+_lock = new_lock()
+_known: Final[dict[str, "Speed"]] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The time of one product of two square matrices on the CPU."""
+
+    dtype: str
+    wide_ms: float
+    low_ms: float
+    threads: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as float32 the dtype is."""
+        return self.wide_ms / self.low_ms
+
+    def __str__(self) -> str:
+        """One phrase with the numbers."""
+        return (
+            f"a {SIZE} x {SIZE} product takes {self.low_ms:.2f} ms in {self.dtype} and {self.wide_ms:.2f} ms in "
+            f"float32 on {self.threads} thread{'s' if self.threads != 1 else ''}"
+        )
+
+
+def measured(dtype: torch.dtype) -> Speed:
+    """The speed of matrix work in `dtype` on the CPU, measured now or before."""
+    key = _key(dtype)
+    with _lock:
+        if key not in _known:
+            _known[key] = STORE.read(key)[0] or _measure(dtype, key)
+        return _known[key]
+
+
+def forget() -> None:
+    """Forget what this process measured; the file stays."""
+    with _lock:
+        _known.clear()
+
+
+def _measure(dtype: torch.dtype, key: str) -> Speed:
+    times: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+    with undisturbed():
+        # Random numbers would be drawn from the user's generator; the time of a product depends on no value but zeros
+        # and denormal ones.
+        operands = {kind: torch.full((SIZE, SIZE), 0.5, dtype=kind) for kind in times}
+        for operand in operands.values():
+            torch.mm(operand, operand)  # loads libraries and generates kernels
+        begun = time.perf_counter()
+        for index in range(_ROUNDS[1]):
+            if index >= _ROUNDS[0] and time.perf_counter() - begun > _SECONDS:
+                break
+            for kind in list(times) if index % 2 else reversed(list(times)):
+                start = time.perf_counter()
+                torch.mm(operands[kind], operands[kind])
+                times[kind].append(time.perf_counter() - start)
+    wide, low = (min(values) * 1e3 for values in times.values())
+    speed = Speed(dtype=short(dtype), wide_ms=wide, low_ms=low, threads=torch.get_num_threads())
+    STORE.write(key, speed)
+    return speed
+
+
+def _key(dtype: torch.dtype) -> str:
+    processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), sorted(cpu_flags()))
+    parts = (torch.__version__, processor, torch.get_num_threads(), str(dtype), SIZE)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _load(data: Any) -> Speed:
+    speed = Speed(**data)
+    if not (speed.low_ms > 0 and speed.wide_ms > 0):
+        raise ValueError("a time is not positive")
+    return speed
+
+
+STORE: Final = JsonStore[Speed]("speeds", dataclasses.asdict, _load)
+
 
 log = logger("omnicomp")
 
 NAME: Final = "dtype_policy"
 # Below this, what casts cost is not earned back.
 _WORTH: Final = 1.1
-_lock = new_lock()
 _warned: Final[set[torch.dtype]] = set()
 
 
@@ -29,11 +117,6 @@ def resolve(policy: DtypePolicy, device: Device, *, training: bool) -> tuple[Dty
 
     bfloat16 is taken before float16, and float16 only for inference: it has float32's precision for neither small
     gradients nor large activations, and training in it needs a gradient scaler, which nothing here could see.
-
-    Args:
-        policy: the user's.
-        device: where the graph runs.
-        training: whether the graph will be differentiated.
 
     Returns:
         A policy with `auto` off, and why it keeps float32, if `auto` came to that.
@@ -69,7 +152,7 @@ def slowness(dtype: torch.dtype, device: Device) -> str:
         return "" if fast else f"{short(dtype)} is not among its fast dtypes"
     if not fast:
         return f"{short(dtype)}: {instruction_set(dtype)}"
-    speed = speeds.measured(dtype)
+    speed = measured(dtype)
     return "" if speed.ratio >= _WORTH else f"{instruction_set(dtype)}, but {speed}"
 
 
@@ -100,7 +183,7 @@ def warn_if_slow(dtype: torch.dtype, device: Device) -> str:
         if new:
             cost = ""
             if device.type == "cpu":
-                speed = speeds.measured(dtype)
+                speed = measured(dtype)
                 cost = f": {speed}, {1 / speed.ratio:.1f} times as long"
             log.warning(
                 "omni: dtype_policy computes in %s, which this %s is not faster in (%s)%s",

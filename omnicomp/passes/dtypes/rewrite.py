@@ -17,9 +17,7 @@ from omnicomp.analysis.nodes import evaluate, fake_value, insert_call
 from omnicomp.options.dtype_policy import short
 from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
 from omnicomp.passes.dtypes.operators import ATTENTION, VIEWS, is_cast, kind, source, tensors
-from omnicomp.weights.forms import CAST
-
-__all__ = ["Compute", "Rewriting"]
+from omnicomp.weights.cast_copies import CAST
 
 # Devices whose attention kernels take a float32 mask with half-precision operands: a bias in it keeps all its bits.
 # Not CUDA: cuDNN's kernel takes one and reads it wrongly (seen with torch 2.11 on Hopper).

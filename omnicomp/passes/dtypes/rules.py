@@ -14,8 +14,6 @@ from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.options.placement_rules import is_within
 from omnicomp.passes.dtypes.operators import is_optimizer, kind, operator_class, tensors
 
-__all__ = ["Decision", "decide", "floating_dtypes"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -38,10 +36,6 @@ def decide(node: Node, policy: DtypePolicy) -> Decision | None:
     """What the policy wants of an operator; None if it is to stay as the user wrote it.
 
     A result that a rule gives is not None also where the operator computes in that dtype already.
-
-    Args:
-        node: an operator of torch on floating-point tensors.
-        policy: one that leaves nothing to the device (`omnicomp.passes.dtypes.resolve`).
     """
     classes = operator_class(node)
     if not classes or "move" in classes:

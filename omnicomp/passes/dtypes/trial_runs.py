@@ -8,19 +8,19 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omnicomp._torch.autograd.attention import SDPA
 from omnicomp._torch.autograd.run_in_precision import CannotWiden, InPrecision, on_real_tensors
 from omnicomp._torch.dynamo.late_compile import hinted, is_fake, is_subclass
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.accuracy import PRECISIONS, relative_error
+from omnicomp.analysis.collectives import collectives_of
 from omnicomp.analysis.nodes import submodules
 from omnicomp.analysis.random_state import GeneratorStates, generator_states
 
 if TYPE_CHECKING:
     from omnicomp.passes.base import PassContext  # the passes need this module
     from omnicomp.passes.dtypes.calibrate import Bound
-
-__all__ = ["Figure", "Figures", "Measure", "Runs", "Site", "TrialError", "copy_for_trial", "written_inputs"]
 
 Site = tuple[int, str]
 """An operator: the number of its region, and its name."""
@@ -42,7 +42,7 @@ def copy_for_trial(module: GraphModule) -> GraphModule:
     for region in _all(made):
         changed = False
         for node in region.graph.nodes:
-            if node.target is torch.nn.functional.scaled_dot_product_attention:
+            if node.target is SDPA:
                 if len(node.args) > 4 and node.args[4]:
                     node.args, changed = (*node.args[:4], 0.0, *node.args[5:]), True
                 elif node.kwargs.get("dropout_p"):
@@ -66,15 +66,12 @@ class Runs:
     def __init__(self, bound: "Bound", context: "PassContext", root: GraphModule) -> None:
         """Check that the graph can be run.
 
-        Args:
-            bound: how the error is measured.
-            context: with the inputs of the graph.
-            root: the graph, as it is written.
-
         Raises:
             TrialError: there are no real inputs, or a run could have effects.
         """
         self.count = 0
+        if collectives_of(root):
+            raise TrialError("it communicates with other ranks, which would have to run it as often")
         operators = user_operators(root)
         if operators:
             raise TrialError(f"it calls {', '.join(operators)} of the program, which may have effects")
@@ -120,13 +117,7 @@ class Runs:
         regions: Callable[[GraphModule], Sequence[GraphModule]],
         lowered: Mapping[Site, str],
     ) -> dict[Site, float]:
-        """The relative error of each operator's result in low precision, on the operands that it has in a wide graph.
-
-        Args:
-            root: the graph as it is written.
-            regions: the regions of a graph, in the order of their numbers.
-            lowered: the operators, and their dtypes; those of unknown ones are passed over.
-        """
+        """Relative error of each operator's result in low precision, on the operands that it has in a wide graph."""
         copy = copy_for_trial(root)
         found: dict[Site, float] = {}
         for index, region in enumerate(regions(copy)):
@@ -153,13 +144,7 @@ class Runs:
         return self._true
 
     def _run(self, module: GraphModule, dtype: torch.dtype | None, *, parameters: bool = False) -> list[torch.Tensor]:
-        """The floating-point outputs of a graph, and the inputs that it wrote to.
-
-        Args:
-            module: a copy of the graph.
-            dtype: to compute in; None for the graph's own.
-            parameters: whether parameters are cast at once, rather than each when it is read.
-        """
+        """The floating-point outputs of a graph, and the inputs that it wrote to."""
         self.count += 1
         self._states.restore()
         with on_real_tensors():
@@ -239,7 +224,7 @@ def _storage_counts(values: Sequence[Any]) -> dict[int, int]:
 def _observe(region: GraphModule, node: Node, dtype: torch.dtype, site: Site, found: dict[Site, float]) -> None:
     """Let a graph compute an operator a second time in `dtype` right behind it, and keep the difference."""
     target: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
-    attention = target is torch.nn.functional.scaled_dot_product_attention
+    attention = target is SDPA
 
     def low(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():

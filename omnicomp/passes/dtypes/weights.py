@@ -1,17 +1,11 @@
-"""Which casts of parameters can leave a graph: those that give the same in each call until the parameter changes.
+"""Copies of convolutions' weights in the layout that a GPU's kernels read them in, with the channels innermost.
 
-The graph gets the low-precision copy as an input, in the place of the parameter where nothing else reads that, or else
-beside it; who calls the graph supplies it (`omnicomp.weights`). A cast of a view of all of a parameter becomes that
-view of the copy, and so do casts of several parts that together are as large as the parameter. Of a weight in float8,
-the numbers and the scales become inputs.
-
-Casts stay where they are in graphs that higher-order operators call; where the graph writes to the parameter or to what
-it cast; where what was cast leaves the graph; where it is not laid out as a view of the copy would be; and for buffers,
-whose writes through `.data` can't be seen.
+Inductor computes convolutions in that layout and converts their weights in each call, by the kernel that also casts
+them. A copy that is cast already, but laid out as the parameter is, would leave a kernel for the layout alone.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,27 +16,53 @@ from omnicomp._torch.dtypes import storage_key
 from omnicomp._torch.parameters import describes_parameter, make_static, static_dynamo_input
 from omnicomp.analysis.nodes import evaluate, fake_value, op_name
 from omnicomp.passes.dtypes.analysis import changed_storages, storages
-from omnicomp.passes.dtypes.convolutions import are_weights, read_channels_last
 from omnicomp.passes.dtypes.fp8 import Scaled, read_scaled
-from omnicomp.passes.dtypes.operators import is_cast
-from omnicomp.weights.forms import CAST, FLOAT8, Form
+from omnicomp.passes.dtypes.operators import is_cast, kind
+from omnicomp.weights.cast_copies import CAST, FLOAT8, Form
 
-__all__ = ["Lifted", "lift_casts"]
+
+def are_weights(casts: Iterable[Node]) -> bool:
+    """Whether dense 2-D convolutions alone read these casts of a parameter, each as its weight."""
+    return all(cast.users and all(_is_weight(cast, user) for user in cast.users) for cast in casts)
+
+
+def _is_weight(cast: Node, user: Node) -> bool:
+    if kind(user) != "conv2d" or [node for node in user.all_input_nodes if node is cast] != [cast]:
+        return False
+    weight = user.args[1] if len(user.args) > 1 else user.kwargs.get("weight")
+    groups = user.args[6] if len(user.args) > 6 else user.kwargs.get("groups", 1)
+    result = fake_value(user)
+    dense = type(groups) is int and groups == 1
+    return weight is cast and dense and isinstance(result, torch.Tensor) and result.is_contiguous()
+
+
+def read_channels_last(cast: Node, copy: Node) -> None:
+    """Let the convolutions that read a cast read a copy whose channels are innermost.
+
+    Their results then are laid out like that, too; each is made contiguous again, as what comes after it may be a view,
+    or be seen by the program. Inductor fuses that into what reads it.
+    """
+    for user in list(cast.users):
+        user.replace_input_with(cast, copy)
+        target: Any = getattr(torch.Tensor, str(user.target)) if user.op == "call_method" else user.target
+        with torch.inference_mode(False), torch.no_grad():
+            value = evaluate(target, user.args, dict(user.kwargs))
+        before = fake_value(user)
+        if value.stride() == before.stride():
+            continue
+        with user.graph.inserting_after(user):
+            same = user.graph.call_method("contiguous", (user,))
+        same.meta = {**user.meta}
+        user.meta = {**user.meta, "example_value": value}
+        user.replace_all_uses_with(same, delete_user_cb=lambda node, same=same: node is not same)
+
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lifted:
-    """A graph that gets copies of parameters as inputs.
-
-    Attributes:
-        inputs: of the graph, as the backend got them, with fake tensors for the copies.
-        sources: the position among the original inputs of each copy's parameter.
-        forms: of the copies: how each is computed of its parameter.
-        devices: of the parameters.
-        order: the positions of the graph's inputs in the original inputs followed by the copies.
-    """
+    """A graph that gets copies of parameters as inputs."""
 
     inputs: list[Any]
     sources: tuple[int, ...]

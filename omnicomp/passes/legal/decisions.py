@@ -8,14 +8,12 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LegaliseError
-from omnicomp.forks import new_lock
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.legal.dtypes import explain, short
-from omnicomp.privacy import logger
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason
-
-__all__ = ["LEVER", "Decisions"]
 
 log = logger("omnicomp")
 
@@ -41,14 +39,7 @@ class Decisions:
     """The decisions of one region."""
 
     def __init__(self, name: str, context: PassContext, *, strict: bool = False, log: bool = True) -> None:
-        """Start without any.
-
-        Args:
-            name: of the pass.
-            context: of the pass.
-            strict: whether a range that may be lost is an error.
-            log: whether to log what moved.
-        """
+        """Start without any."""
         self.name = name
         self.context = context
         self.strict = strict

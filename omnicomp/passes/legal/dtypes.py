@@ -7,8 +7,6 @@ import torch
 
 from omnicomp.devices import Capabilities
 
-__all__ = ["INTEGERS", "Legal", "contains", "explain", "largest", "loses_range", "real", "short"]
-
 _FLOATS: Final = (
     torch.float64,
     torch.float32,

@@ -1,13 +1,8 @@
-"""The rewrite of one region: nodes in order, each computing in dtypes that the device has.
-
-A value has one form at a time. A result keeps the dtype that it was computed in until something observes it, so that a
-chain of operators rounds once. A value that is only stored is cast where it is used. In-place operators on such a value
-compute on a copy, which is then written back.
-"""
+"""Operators that compute in a missing dtype whatever they are given, in terms of others."""
 
 import contextlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -15,27 +10,89 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omnicomp._torch.dynamo.autocast import ENTER, EXIT
+from omnicomp._torch.dtypes import ENTER, EXIT
 from omnicomp._torch.symbols import free_unbacked_symbols
 from omnicomp.analysis.nodes import evaluate, fake_value, op_name
 from omnicomp.passes.attention.nodes import changes_grad_mode, kind
 from omnicomp.passes.legal.decisions import Decisions
-from omnicomp.passes.legal.decompose import DECOMPOSED
 from omnicomp.passes.legal.dtypes import INTEGERS, Legal, largest, real
-from omnicomp.passes.legal.fakes import CAST, MARK, dtypes, is_tensor, leaves, literals, storages
-from omnicomp.passes.legal.operators import (
+from omnicomp.passes.legal.fakes import (
+    CAST,
     CASTS,
     FILLS,
     MAKES_INT64,
+    MARK,
     STATISTICS,
     TAKES_DTYPE,
     WANTS_INT64,
+    dtypes,
+    gathers,
+    is_tensor,
+    leaves,
+    literals,
     moves,
+    storages,
     writes_to,
 )
 from omnicomp.passes.legal.values import Values
 
-__all__ = ["Rewriting"]
+
+def _one_hot(node: Node, values: Values) -> bool:
+    """A comparison with all classes; torch's own computes in int64."""
+    classes = _argument(node, 1, "num_classes", -1)
+    if not isinstance(classes, int) or classes < 0:
+        return False
+    values.record(node)
+    index = values.use(_argument(node, 0, "input", None), node)
+    fake = fake_value(index)
+    every = values.insert(node, torch.arange, (classes,), {"dtype": fake.dtype, "device": fake.device})
+    equal = values.insert(node, torch.eq, (values.insert(node, torch.unsqueeze, (index, -1)), every))
+    _put(values.insert(node, CAST, (equal, fake.dtype)), node, values)
+    return True
+
+
+def _scaled_mm(node: Node, values: Values) -> bool:
+    """`(a * scale_a) @ (b * scale_b) + bias`, with the scales of a tensor, or of rows of `a` and columns of `b`.
+
+    The scales are floats of no dimension, or `[rows, 1]` and `[1, columns]`; those of blocks are not understood.
+    """
+    operands: list[Node] = []
+    for index, side in enumerate(("self", "mat2")):
+        matrix, scale = _argument(node, index, side, None), _argument(node, 2 + index, f"scale_{'ab'[index]}", None)
+        if not isinstance(matrix, Node) or not isinstance(scale, Node):
+            return False
+        shape, sizes = fake_value(scale).shape, fake_value(matrix).shape
+        if len(shape) not in (0, 2) and tuple(shape) != (1,):
+            return False
+        if len(shape) == 2 and (shape[1 - index] != 1 or shape[index] not in (1, sizes[index])):
+            return False
+        operands.append(values.insert(node, torch.mul, (values.use(matrix, node), values.use(scale, node))))
+    if _argument(node, 5, "scale_result", None) is not None:
+        return False
+    values.record(node)
+    result = values.insert(node, torch.matmul, tuple(operands))
+    bias = _argument(node, 4, "bias", None)
+    if isinstance(bias, Node):
+        result = values.insert(node, torch.add, (result, values.use(bias, node)))
+    expected = values.expected[node]
+    if values.legal.computes(expected) and fake_value(result).dtype is not expected:
+        result = values.insert(node, CAST, (result, expected))
+    _put(result, node, values)
+    return True
+
+
+def _put(result: Node, node: Node, values: Values) -> None:
+    node.replace_all_uses_with(result)
+    values.follow(result, node)
+    values.graph.erase_node(node)
+
+
+def _argument(node: Node, index: int, name: str, default: Any) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+DECOMPOSED: Final[dict[str, Callable[[Node, Values], bool]]] = {"one_hot": _one_hot, "_scaled_mm": _scaled_mm}
+"""Each replaces a node, or returns False where it does not understand its arguments."""
 
 
 _FLOAT: Final = frozenset(("float",))
@@ -161,6 +218,8 @@ class Rewriting(Values):
             self._legal_result(node)
         elif name in CASTS:
             self._convert(node, name)
+        elif self.decisions.context.training and gathers(node):
+            self._compute(node, name)  # its gradient is a sum
         elif name in FILLS or ((moves(node) or name == "getitem") and not (name in _BITS and self._reads_bits(node))):
             self._evaluate(node, *self._arguments(node, store=not self.at_once(node)))
             self._legal_result(node)

@@ -1,20 +1,101 @@
-"""Every distinct operator call of a model: operator, dtypes, class of shapes, and how often."""
+"""The model that is brought up: one of omnicomp's by name, or a function of the user's."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Interpreter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.aot_autograd import compile_graph
 from omnicomp._torch.devices.dispatcher import HigherOrderOperator, OpOverload, hearing, qualified_name, unheard
-from omnicomp.errors import first_line
-from omnicomp.testing.bringup.source import Subject
-from omnicomp.testing.transfer import kept
+from omnicomp.errors import OmnicompError, first_line, wrong_value
+from omnicomp.testing import models
+from omnicomp.testing.isolated import find_function
+from omnicomp.testing.operators import kept
 
-__all__ = ["Call", "Capture", "capture"]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model with inputs, on the CPU."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def loss(self, result: Any) -> torch.Tensor:
+        """A number to differentiate: the `loss` that the model returns, or the mean square of what it returns.
+
+        Raises:
+            OmnicompError: nothing that it returns has a history.
+        """
+        given = getattr(result, "loss", None)
+        if isinstance(given, torch.Tensor):
+            return given
+        leaves = [leaf for leaf in tree_leaves(_plain(result)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not leaves:
+            raise OmnicompError("nothing that the model returns can be differentiated; leave --train out")
+        return torch.stack([leaf.abs().square().mean() for leaf in leaves]).sum()
+
+
+def _plain(result: Any) -> Any:
+    """The structure of a result; the outputs of transformers are dictionaries."""
+    return dict(result) if isinstance(result, Mapping) else result
+
+
+def check_name(name: str, size: str = "tiny") -> None:
+    """Check the form of a model's name; `load` looks functions up.
+
+    Raises:
+        OmnicompError: it is no model of omnicomp's and no `file.py:function`, or the size is unknown.
+    """
+    if size not in models.SIZES:
+        raise wrong_value("size", size, known=models.SIZES)
+    if ":" not in name and name not in models.MODELS:
+        raise wrong_value("the model", name, known=(*models.MODELS, "file.py:function"))
+
+
+def load(name: str, size: str = "tiny", *, training: bool = False) -> Subject:
+    """Build a model.
+
+    Args:
+        name: a key of `omnicomp.testing.models.MODELS`, or `file.py:function` or `module:function` of a function that
+            returns a module and its inputs: a tensor, a tuple or list of arguments, or a dictionary of named ones.
+        size: of omnicomp's own models.
+        training: whether it is put into training mode; else into evaluation mode.
+
+    Raises:
+        OmnicompError: there is no such model, or building it raises.
+    """
+    check_name(name, size)
+    if ":" not in name:
+        try:
+            case = models.build(name, size)
+        except ImportError as error:
+            raise OmnicompError(f"{name} needs transformers: pip install omnicomp[test] ({error})") from error
+        return Subject(model=case.model.train(training), kwargs=case.inputs)
+    function = find_function(name)
+    torch.manual_seed(0)
+    try:
+        made = function()
+    except Exception as error:
+        raise OmnicompError(f"{name} raises {type(error).__name__}: {error}") from error
+    with contextlib.suppress(TypeError, ValueError):
+        model, inputs = made
+        if isinstance(model, nn.Module):
+            return _subject(model.cpu().train(training), inputs)
+    raise OmnicompError(f"{name} has to return a module and its inputs, and returns a {type(made).__name__}")
+
+
+def _subject(model: nn.Module, inputs: Any) -> Subject:
+    if isinstance(inputs, Mapping):
+        return Subject(model=model, kwargs=dict(inputs))
+    if isinstance(inputs, (tuple, list)):
+        return Subject(model=model, args=tuple(inputs))
+    return Subject(model=model, args=(inputs,))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -130,10 +211,6 @@ def _shape(tensor: torch.Tensor) -> str:
 
 def capture(subject: Subject, *, training: bool = False) -> Capture:
     """Run a model on the CPU, in as few graphs as torch.compile makes of it, and note every operator.
-
-    Args:
-        subject: the model with its inputs.
-        training: whether the backward is run too.
 
     Raises:
         Exception: whatever the model itself raises in eager.

@@ -14,13 +14,10 @@ from omnicomp._torch.devices.dispatcher import Standing, census, draws_random_nu
 from omnicomp.audit import audit
 from omnicomp.devices import Device
 from omnicomp.errors import first_line
-from omnicomp.testing.bringup.calls import Call, Capture, capture
-from omnicomp.testing.bringup.source import Subject, load
+from omnicomp.testing.bringup.calls import Call, Capture, Subject, capture, load
 from omnicomp.testing.conformance.suite import ready
-from omnicomp.testing.transfer import Transfer, host
+from omnicomp.testing.operators import Transfer, host
 from omnicomp.timeline import Attempt, Ran, Retreat, Subgraph
-
-__all__ = ["STEPS", "climb", "jobs"]
 
 STEPS: Final = ("captured", "supported", "lowered", "built", "ran", "matched")
 # Another order of additions, in another kernel.

@@ -11,6 +11,6 @@ omnicomp.testing.conformance.test_device`.
 """
 
 from omnicomp.testing.conformance.collected import pytest_checks
-from omnicomp.testing.conformance.report import Report, Result, conformance, results, to_text
+from omnicomp.testing.conformance.suite import Report, Result, conformance, results, to_text
 
 __all__ = ["Report", "Result", "conformance", "pytest_checks", "results", "to_text"]

@@ -11,19 +11,6 @@ from omnicomp._torch.devices.dispatcher import kernel_of
 from omnicomp.devices import Device
 from omnicomp.errors import first_line
 
-__all__ = [
-    "CHECKS",
-    "Check",
-    "CheckFailed",
-    "CheckSkipped",
-    "Session",
-    "check",
-    "claimed_natively",
-    "expect",
-    "on_device",
-    "run_check",
-]
-
 
 class CheckFailed(Exception):
     """A device does not keep what was checked."""
@@ -39,15 +26,11 @@ class CheckSkipped(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """A device under check.
-
-    Attributes:
-        device: by its contract.
-        quick: whether the small choice of operators and models is meant.
-    """
+    """A device under check."""
 
     device: Device
     quick: bool = True
+    check: str = ""
 
     @property
     def type(self) -> str:
@@ -73,6 +56,24 @@ class Session:
         """A copy on the device."""
         return tensor.detach().clone() if self.is_host else tensor.detach().to(self.type)
 
+    def close(self, got: torch.Tensor, wanted: torch.Tensor, tolerance: float, what: str = "") -> None:
+        """Check that a result is the CPU's, within the suite's tolerance or the one that the device declares.
+
+        Raises:
+            AssertionError: it is not; the message begins with `what`.
+        """
+        atol, rtol = self.device.expectations().tolerance(self.check) or (tolerance, tolerance)
+        told: Any = (lambda text: f"{what}: {text}") if what else None
+        torch.testing.assert_close(got.cpu(), wanted, atol=atol, rtol=rtol, equal_nan=True, msg=told)
+
+    @property
+    def declared(self) -> str:
+        """The tolerance that the device declares for the check, to be shown; empty if none."""
+        bounds = self.device.expectations().tolerance(self.check)
+        return (
+            "" if bounds is None else f"; within atol {bounds[0]:g} and rtol {bounds[1]:g}, which the device declares"
+        )
+
     def require(self, name: str) -> Any:
         """A member of the device module; the check is left out where there is none."""
         found = getattr(self.module, name, None)
@@ -97,14 +98,7 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check.
-
-    Attributes:
-        name: `group.subject`.
-        todo: what to do if it fails, unless the failure says something better.
-        run: does it; returns what it found.
-        quick: whether it is part of the quick suite.
-    """
+    """A check."""
 
     name: str
     todo: str
@@ -144,8 +138,9 @@ def run_check(found: Check, session: Session) -> dict[str, Any]:
     Returns:
         `verdict` (`passed`, `failed` or `skipped`), `found` and `todo`.
     """
+    session = dataclasses.replace(session, check=found.name)
     try:
-        return {"verdict": "passed", "found": found.run(session), "todo": ""}
+        return {"verdict": "passed", "found": found.run(session) + session.declared, "todo": ""}
     except CheckSkipped as skipped:
         return {"verdict": "skipped", "found": str(skipped), "todo": ""}
     except CheckFailed as failed:

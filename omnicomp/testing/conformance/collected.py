@@ -3,22 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from omnicomp.testing.conformance.report import Result, results
-from omnicomp.testing.conformance.suite import check_names
-
-__all__ = ["Runner", "judge", "pytest_checks"]
+from omnicomp.testing.conformance.suite import Result, check_names, results
 
 
 class Runner:
     """Runs the checks that were selected, when the first one's result is asked for."""
 
     def __init__(self, device: str, **choice: Any) -> None:
-        """Run on a device.
-
-        Args:
-            device: its type.
-            choice: `quick`, `setup`, `operators` and `groups`, as of `omnicomp.testing.conformance.results`.
-        """
+        """Run on a device."""
         self._device, self._choice = device, choice
         self._found: dict[str, Result] = {}
         self._running: Iterator[Result] | None = None
@@ -29,12 +21,7 @@ class Runner:
         return check_names(**{key: value for key, value in self._choice.items() if key in known})
 
     def result(self, name: str, selected: Sequence[str]) -> Result:
-        """What a check found.
-
-        Args:
-            name: of the check.
-            selected: the checks that will be asked for, this one among them.
-        """
+        """What a check found."""
         if self._running is None:
             self._running = results(self._device, only=selected, **self._choice)
         while name not in self._found:

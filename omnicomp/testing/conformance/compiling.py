@@ -21,8 +21,6 @@ from omnicomp.testing.conformance.base import (
     on_device,
 )
 
-__all__ = ["one_graph"]
-
 
 def one_graph(session: Session) -> tuple[GraphModule, list[Any], list[torch.Tensor], torch.Tensor]:
     """A graph of `sin(x * y + 1)`, its fake inputs, real ones on the device, and the result on the CPU."""
@@ -92,7 +90,7 @@ def _inductor_forward(session: Session) -> str:
         wanted = model(x)
         got = _compiled(session, "inductor", model.to(session.type), [session.on(x)])
     on_device(session, got)
-    torch.testing.assert_close(got.cpu(), wanted, atol=1e-3, rtol=1e-3)
+    session.close(got, wanted, 1e-3)
     return "equals eager on the CPU"
 
 
@@ -103,7 +101,7 @@ def _omni_forward(session: Session) -> str:
         wanted = model(x)
         got = _compiled(session, "omni", model.to(session.type), [session.on(x)])
     on_device(session, got)
-    torch.testing.assert_close(got.cpu(), wanted, atol=1e-3, rtol=1e-3)
+    session.close(got, wanted, 1e-3)
     return _ran_as_planned(session)
 
 
@@ -114,7 +112,7 @@ def _omni_eager(session: Session) -> str:
         wanted = model(x)
         got = _compiled(session, "omni", model.to(session.type), [session.on(x)], options={"lowerings": ["eager"]})
     on_device(session, got)
-    torch.testing.assert_close(got.cpu(), wanted, atol=1e-3, rtol=1e-3)
+    session.close(got, wanted, 1e-3)
     return _ran_as_planned(session)
 
 
@@ -140,7 +138,7 @@ def _omni_dynamic(session: Session) -> str:
     compiled = torch.compile(function, backend="omni", dynamic=True)
     for rows in (3, 7, 12):
         x = torch.randn(rows, rows + 2)
-        torch.testing.assert_close(compiled(session.on(x)).cpu(), function(x), atol=1e-4, rtol=1e-4)
+        session.close(compiled(session.on(x)), function(x), 1e-4)
     captured = len(audit().graphs)
     expect(captured == 1, f"three sizes made {captured} graphs")
     return "three sizes, one graph"
@@ -156,9 +154,7 @@ def _omni_training(session: Session) -> str:
     timeline.clear()
     got = _step(torch.compile(model, backend="omni"), model, session.on(x))
     for name, value in wanted.items():
-        torch.testing.assert_close(
-            got[name], value, atol=1e-3, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        session.close(got[name], value, 1e-3, name)
     return _ran_as_planned(session)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from omnicomp.devices import MEMORY_KEYS, Capabilities, Device, device_names, resolve_device
+from omnicomp.devices.base import prepared
 from omnicomp.errors import DeviceError
 from omnicomp.testing.conformance.base import CheckSkipped, Session, check, expect
-
-__all__ = ["half_of"]
 
 
 @check("contract.known", "declare the device in the entry-point group omnicomp.devices of its package")
@@ -133,17 +132,23 @@ def _memory(session: Session) -> str:
     device.reset_memory_stats()
     before = device.memory_stats()
     expect(tuple(before) == MEMORY_KEYS, f"the keys are {', '.join(before)} and not {', '.join(MEMORY_KEYS)}")
-    held = torch.ones(_BYTES // 4, device=session.type)
-    device.synchronize()
-    after = device.memory_stats()
-    for key, value in after.items():
-        expect(value is None or (_is(value, int) and value >= 0), f"{key} is {value!r}")
-    grown = _difference(after, before, "allocated_bytes")
+    held: list[torch.Tensor] = []
+    after, grown = before, None
+    for _ in range(3 if session.is_host else 1):  # of a host, the kernel may take other pages away meanwhile
+        before = after
+        held.append(torch.ones(_BYTES // 4, device=session.type))
+        device.synchronize()
+        after = device.memory_stats()
+        for key, value in after.items():
+            expect(value is None or (_is(value, int) and value >= 0), f"{key} is {value!r}")
+        grown = _difference(after, before, "allocated_bytes")
+        if grown is None or grown >= 0.9 * _BYTES:
+            break
     expect(grown is None or grown >= 0.9 * _BYTES, f"{_BYTES} bytes more in use, and allocated_bytes grew by {grown}")
     peak, now = after["peak_bytes"], after["allocated_bytes"]
     expect(peak is None or now is None or peak >= 0.99 * now, f"peak_bytes {peak} is below allocated_bytes {now}")
-    held.resize_(0)
-    del held
+    held[0].resize_(0)
+    held.clear()
     device.synchronize()
     freed = _difference(after, device.memory_stats(), "allocated_bytes")
     if not session.is_host:  # the host's C library gives memory back when it pleases
@@ -205,9 +210,9 @@ def _prepare(session: Session) -> str:
     x = torch.randn(3, 8)
     with torch.no_grad():
         wanted = model(x)
-        prepared = session.device.prepare(model.to(session.type))
-        expect(_is(prepared, torch.nn.Module), f"it returns a {type(prepared).__name__}")
-        torch.testing.assert_close(prepared(session.on(x)).cpu(), wanted, atol=1e-3, rtol=1e-3)
+        made = prepared(session.device, model.to(session.type), {})
+        expect(_is(made, torch.nn.Module), f"it returns a {type(made).__name__}")
+        session.close(made(session.on(x)), wanted, 1e-3)
     return "same results"
 
 
@@ -222,7 +227,7 @@ def _compile_subgraph(session: Session) -> str:
         expect(type(session.device).compile_subgraph is Device.compile_subgraph, f"its own raises {error}")
         expect("inductor" not in session.device.lowerings, f"Inductor is registered, and yet: {error}")
         return f"nothing compiles for it: {error}"
-    torch.testing.assert_close(compiled(list(inputs))[0].cpu(), wanted, atol=1e-4, rtol=1e-4)
+    session.close(compiled(list(inputs))[0], wanted, 1e-4)
     return "a graph of three operators"
 
 

@@ -46,7 +46,7 @@ def _recurrent() -> tuple[nn.Module, dict[str, Any]]:
     return Last(), {"input": torch.randn(2, 5, 6)}
 
 
-def _from_transformers(name: str) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
+def _real(name: str) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
     def build() -> tuple[nn.Module, dict[str, Any]]:
         from omnicomp.testing import models
 
@@ -63,7 +63,7 @@ _BUILDERS = {
     "convolutional": (_convolutional, True),
     "encoder": (_encoder, True),
     "recurrent": (_recurrent, False),
-    **{name: (_from_transformers(name), False) for name in ("bert", "llama", "resnet")},
+    **{name: (_real(name), False) for name in ("bert", "llama", "resnet", "unet")},
 }
 
 
@@ -89,7 +89,7 @@ def _run(session: Session, build: Callable[[], tuple[nn.Module, dict[str, Any]]]
     on_device(session, actual)
     for name, wanted in expected.items():
         try:
-            torch.testing.assert_close(actual[name].cpu(), wanted, atol=2e-3, rtol=2e-3)
+            session.close(actual[name], wanted, 2e-3)
         except AssertionError as error:
             raise CheckFailed(f"{name} differs from the CPU's: {' '.join(str(error).split())[:200]}") from error
     return _placed(session, captured=not any(isinstance(layer, nn.RNNBase) for layer in model.modules()))

@@ -10,8 +10,6 @@ from omnicomp._torch.devices.torch_tests import run_generic_tests
 from omnicomp.testing.conformance.base import CheckSkipped, Session, check, expect
 from omnicomp.testing.conformance.contract import half_of
 
-__all__ = ["FUNCTIONS"]
-
 FUNCTIONS = (
     "current_device",
     "device",

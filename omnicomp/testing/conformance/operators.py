@@ -15,9 +15,7 @@ from omnicomp._torch import opinfo
 from omnicomp.errors import first_line
 from omnicomp.testing import operators as sweep
 from omnicomp.testing.conformance.base import Session
-from omnicomp.testing.transfer import Transfer, host
-
-__all__ = ["QUICK", "check_operator", "operator_names"]
+from omnicomp.testing.operators import Transfer, host
 
 QUICK: Final = (
     "add", "mul", "div.no_rounding_mode", "sub", "neg", "exp", "log", "sqrt", "rsqrt", "sin", "tanh", "sigmoid",
@@ -53,10 +51,6 @@ _ON_THE_HOST: Final = frozenset({"tensor_split"})
 def operator_names(quick: bool, pattern: str = "") -> list[str]:
     """Names of entries of the database.
 
-    Args:
-        quick: whether those of `QUICK` are meant.
-        pattern: shell patterns joined by commas, for a choice of one's own.
-
     Raises:
         OmnicompError: the database can't be imported.
     """
@@ -85,18 +79,15 @@ class _Counts:
 def check_operator(session: Session, name: str, *, samples: int = _SAMPLES) -> dict[str, Any]:
     """Compare an operator with the CPU, in float32 or what it takes instead.
 
-    Args:
-        session: with the device.
-        name: as of `operator_names`.
-        samples: how many of its sample inputs at most.
-
     Returns:
         `verdict`, `found` and `todo`, as of a check.
     """
     entry = opinfo.find(name)
-    dtype = next((each for each in _DTYPES if opinfo.supports(entry, each, "cpu")), None)
+    session = dataclasses.replace(session, check=f"operators.{name}")
+    asked = session.device.expectations().dtypes or _DTYPES
+    dtype = next((each for each in asked if opinfo.supports(entry, each, "cpu")), None)
     if dtype is None:
-        return {"verdict": "skipped", "found": "it takes no dtype on the CPU", "todo": ""}
+        return {"verdict": "skipped", "found": "it takes none of the dtypes on the CPU", "todo": ""}
     counts = _Counts()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -107,7 +98,7 @@ def check_operator(session: Session, name: str, *, samples: int = _SAMPLES) -> d
     if not counts.values:
         why = next(iter(counts.notes), "it has no samples")
         return {"verdict": "skipped", "found": why, "todo": ""}
-    return {"verdict": "passed", "found": counts.text(), "todo": ""}
+    return {"verdict": "passed", "found": counts.text() + session.declared, "todo": ""}
 
 
 def _todo(session: Session, name: str) -> str:
@@ -193,7 +184,7 @@ def _difference(
     for kind in ("values", "inputs", "gradients"):
         pairs = zip(getattr(actual, kind), getattr(expected, kind), strict=True)
         for place, (got, wanted) in enumerate(pairs):
-            message = _message(got, wanted, valued=valued)
+            message = _message(session, got, wanted, valued=valued)
             if message:
                 what = {"values": "value", "inputs": "input after the call", "gradients": "gradient"}[kind]
                 return f"{what} {place}: {message}"
@@ -205,7 +196,7 @@ def _difference(
     return ""
 
 
-def _message(got: Any, wanted: Any, *, valued: bool) -> str:
+def _message(session: Session, got: Any, wanted: Any, *, valued: bool) -> str:
     got, wanted = host(got), host(wanted)
     message = sweep.difference(got, wanted, values=valued)
     if not message or not isinstance(wanted, torch.Tensor) or not isinstance(got, torch.Tensor):
@@ -214,7 +205,7 @@ def _message(got: Any, wanted: Any, *, valued: bool) -> str:
         return message
     if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
         try:
-            torch.testing.assert_close(got, wanted, atol=_TOLERANCE, rtol=_TOLERANCE, equal_nan=True)
+            session.close(got, wanted, _TOLERANCE)
         except AssertionError as error:
             return " ".join(str(error).split())[:240]
         return ""

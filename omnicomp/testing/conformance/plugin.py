@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["pytest_addoption"]
-
 
 def pytest_addoption(parser: Any) -> None:
     """Options: which device, and how much of it."""

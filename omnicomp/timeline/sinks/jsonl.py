@@ -1,38 +1,35 @@
 """JSON Lines files of the timeline: one object per line, rotated at a size limit if one is set."""
 
+import atexit
 import errno
 import json
+import multiprocessing
 import os
 import re
 import select
 import socket
 import stat
+import threading
+import time
+import weakref
+from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any, Final
 
-from omnicomp import privacy
+from omnicomp._torch.inductor.store import make_folder
 from omnicomp.errors import OptionError
-from omnicomp.escapes import one_line
-from omnicomp.forks import new_lock
-from omnicomp.privacy import logger
-from omnicomp.store import make_folder
+from omnicomp.safety import privacy
+from omnicomp.safety.escapes import one_line
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
+from omnicomp.timeline.events import Process
 from omnicomp.timeline.files import ROTATED
-from omnicomp.timeline.recorder import Timeline, rank
+from omnicomp.timeline.recorder import Timeline, rank, run_id
 
 try:
     import fcntl
 except ImportError:  # Windows: processes that share a file don't rotate it at the same moment
     fcntl = None
-
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "LIMIT_VARIABLE",
-    "JsonLinesSink",
-    "attach",
-    "expand",
-    "opened",
-    "parse_size",
-]
 
 log = logger("omnicomp.timeline")
 
@@ -91,6 +88,7 @@ class JsonLinesSink:
         self._pattern = path
         limit = parse_size(os.environ.get(LIMIT_VARIABLE, "")) if max_bytes is None else max_bytes
         self._each = None if not limit else max(limit // 2, 1)
+        self._began = 0  # by the process of that id
         self._file = self._open()
 
     def _open(self) -> IO[bytes]:
@@ -102,16 +100,46 @@ class JsonLinesSink:
         self._start = b"\n" if _ends_within_a_line(self._path) else b""
         return file
 
+    def begin(self) -> None:
+        """Write that this process begins, and at its exit that it ended: of a killed one that is missing."""
+        pid = os.getpid()
+        if self._began == pid:
+            return
+        if self._pid != pid:
+            self._file = self._open()
+        self._put(_process("began"))
+        self._began = pid
+        _begun.add(self)
+        if multiprocessing.parent_process() is not None:
+            # The children of `multiprocessing` leave Python's own exit functions out.
+            util.Finalize(None, self.end, exitpriority=0)
+
+    def end(self) -> None:
+        """Write that this process ended, if it wrote that it began."""
+        if self._began != os.getpid():
+            return
+        self._began = 0
+        try:
+            self._put(_process("ended"))
+        except (OSError, ValueError) as error:
+            log.warning("the end of the process can't be written to %s (%s)", one_line(self._pattern), error)
+
     def write(self, record: dict[str, Any]) -> None:
         """Write one event."""
         if self._pid != os.getpid():
             self._file = self._open()
-        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
-        line = text.encode("utf-8", "backslashreplace") + b"\n"
+            if self._began:
+                self.begin()
+        self._put(record)
+
+    def _put(self, record: dict[str, Any]) -> None:
+        line = _line(record)
         if self._each is not None:
             size = os.fstat(self._file.fileno()).st_size
             if size and size + len(line) > self._each:
                 self._rotate()
+                if self._began:
+                    line = _line(_process("began")) + line
         line, self._start = self._start + line, b""
         while line:
             written: Any = self._file.write(line)  # None: a pipe is full
@@ -133,7 +161,28 @@ class JsonLinesSink:
 
     def close(self) -> None:
         """Close the file."""
+        self.end()
         self._file.close()
+
+
+_begun: Final[weakref.WeakSet[JsonLinesSink]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Registered at the import, so that nearly all else that the program does at its exit comes before."""
+    for sink in list(_begun):
+        sink.end()
+
+
+def _process(state: str) -> dict[str, Any]:
+    event = Process(state=state, run=run_id(), pid=os.getpid(), rank=rank(), time=time.time())
+    return {**event.to_dict(), "thread": threading.current_thread().name}
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def opened(path: Path) -> IO[bytes]:

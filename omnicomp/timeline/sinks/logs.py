@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from omnicomp._torch.logs import register
-from omnicomp.escapes import one_line
-from omnicomp.privacy import logger
+from omnicomp._torch.structured import register
+from omnicomp.safety.escapes import one_line
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline.recorder import Timeline
-
-__all__ = ["LOGGERS", "LogSink", "attach"]
 
 _KEY: Final = "the loggers of omnicomp"
 
@@ -136,7 +134,7 @@ _TEMPLATES: Final[dict[str, tuple[int, str]]] = {
     "option": (logging.INFO, "{graph}: option {key} is {effective}, not {requested}: {why}"),
     "rewrite": (logging.DEBUG, "{graph}: {name} rewrote {node}{at} to {target}. {detail}"),
     "near_miss": (logging.DEBUG, "{graph}: {name} left {node}{at}: {why}"),
-    "retreat": (logging.INFO, "{where}: {source_lowering} gave way to {target_lowering}: {why}"),
+    "retreat": (logging.INFO, "{where}: {source_lowering} retreated to {target_lowering}: {why}"),
     "ran": (logging.INFO, "{where}: ran on {lowering}: {evidence}"),
     "verification": (logging.INFO, "{where}: {name} is {state}: {detail}"),
 }

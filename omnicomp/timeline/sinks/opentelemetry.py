@@ -8,10 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from omnicomp import privacy
+from omnicomp.safety import privacy
 from omnicomp.timeline.recorder import Timeline
-
-__all__ = ["TelemetrySink", "attach", "describe", "span"]
 
 _NAME: Final = "omnicomp"
 _KEY: Final = "OpenTelemetry"
@@ -22,12 +20,7 @@ def _api() -> Any:
 
 
 def span(name: str, attributes: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """A span around what is inside; an exception that leaves it is its status.
-
-    Args:
-        name: `omnicomp.build`.
-        attributes: text and numbers, by names to which `omnicomp.` is prefixed.
-    """
+    """A span around what is inside; an exception that leaves it is its status."""
     api = _api()
     if api is None:
         return contextlib.nullcontext()

@@ -16,8 +16,6 @@ from omnicomp.errors import harmless
 from omnicomp.timeline import Event
 from omnicomp.timeline.recorder import Timeline, rank
 
-__all__ = ["TraceSink", "attach", "flush"]
-
 _KEY: Final = "the structured trace of torch"
 # Of each call, and no decisions.
 _SAMPLES: Final = ("memory", "timing")
@@ -29,12 +27,7 @@ class TraceSink:
     """Notes which graphs have new events, and writes these to the trace on `flush`."""
 
     def __init__(self, timeline: Timeline, page: Page) -> None:
-        """Make a sink for a timeline.
-
-        Args:
-            timeline: where the events are read from.
-            page: makes the text of the artefact `omnicomp_audit` from the events of a graph.
-        """
+        """Make a sink for a timeline."""
         self._timeline = timeline
         self._page = page
         self._places: dict[str, trace.Place | None] = {}

@@ -1,12 +1,16 @@
 """What a compilation leaves alone of the program around it."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from omnicomp._torch.dynamo.control_flow import compile_lock
 
 OPTIONS: dict[str, Any] = {"lowerings": ["eager"], "dtype_policy": "bf16"}
 
@@ -52,3 +56,36 @@ def test_the_first_call_in_a_checkpointed_region(make: Callable[[], Callable[[Te
     (got,) = torch.autograd.grad(checkpoint(lambda x: torch.sin(compiled(x)), x, use_reentrant=False).sum(), x)
     (want,) = torch.autograd.grad(torch.sin(program(x)).sum(), x)
     torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
+
+
+def test_a_compilation_in_another_thread_is_no_symbolic_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(torch.sin, backend="omni", options={"lowerings": ["eager"]})
+    x = torch.randn(3)
+    compiled(x)
+    tracing, finished = threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        with compile_lock:
+            monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+            tracing.set()
+            finished.wait(30)
+            monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False)
+
+    thread = threading.Thread(target=compiles)
+    thread.start()
+    try:
+        tracing.wait(30)
+        torch.testing.assert_close(compiled(x), x.sin())
+    finally:
+        finished.set()
+        thread.join()
+
+
+def test_symbolic_tracing_in_this_thread_is_refused_as_before() -> None:
+    compiled = torch.compile(torch.sin, backend="omni", options={"lowerings": ["eager"]})
+
+    def calls(x: Tensor) -> Tensor:
+        return compiled(x)
+
+    with pytest.raises(RuntimeError, match="symbolically trace"):
+        torch.fx.symbolic_trace(calls)

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from omnicomp._torch.repairs.method_patch import Exchange
+from omnicomp._torch.repairs.needed import Exchange
 
 
 def answering() -> tuple[ModuleType, Exchange]:

@@ -15,7 +15,7 @@ from omnicomp.audit.gate.verdict import Fallen, Verdict
 from omnicomp.audit.views.jsonform import from_json
 from omnicomp.options.acknowledged import Acknowledged, Entry
 from omnicomp.options.fallback_limits import FallbackBudget
-from omnicomp.options.selectors import selects
+from omnicomp.options.placement_rules import selects
 from omnicomp.timeline import (
     Attempt,
     Candidate,

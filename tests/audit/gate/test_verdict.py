@@ -1,5 +1,6 @@
 """The views of a verdict: golden files of a fixed set of reports, and names that must be shown and never obeyed."""
 
+import dataclasses
 import datetime
 import html
 import json
@@ -20,10 +21,11 @@ from omnicomp.audit.gate.annotations import to_annotations
 from omnicomp.audit.gate.junit import to_junit
 from omnicomp.audit.gate.markdown import to_markdown
 from omnicomp.audit.gate.verdict import Verdict, message, to_json, to_text
-from omnicomp.escapes import code, github_data, github_property, markdown, one_line, relative, split_source, xml
 from omnicomp.options.acknowledged import Acknowledged, Entry
 from omnicomp.options.fallback_limits import FallbackBudget
-from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Ran, Reason, Retreat, Subgraph
+from omnicomp.safety.escapes import code, github_data, github_property, markdown, one_line, relative, split_source, xml
+from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Process, Ran, Reason, Retreat, Subgraph
+from omnicomp.timeline.files import Unread
 
 NASTY = "<script>alert(1)</script>|\n::error::x\r\n\x1b[2J]]>`@someone` #12 [a](http://b.c) %0A **b** \u202e\ud800"
 VIEWS: dict[str, Callable[[Sequence[Verdict]], str]] = {
@@ -46,6 +48,13 @@ def clean() -> Audit:
             Ran(**where, lowering="inductor"),
         ]
     )
+
+
+def killed() -> Audit:
+    """Of a process that was killed while it compiled, with a line that was torn."""
+    graph = Capture(graph="g0", run="12-ab", pid=12, function=f"f {NASTY} (/home/me/model.py:5)")
+    found = build([Process(state="began", run="12-ab", pid=12), graph])
+    return dataclasses.replace(found, unread=(Unread(kind="torn", count=1, first="4.jsonl, line 3"),))
 
 
 def hostile(name: str = NASTY) -> Audit:
@@ -91,11 +100,15 @@ def verdicts(make_events: Sample) -> dict[str, list[Verdict]]:
         "several": [over, judge(clean(), name="runs/2.json"), within],
         "compared": [judge(sample, baseline=[clean()], name="runs/3.json")],
         "empty": [judge(Audit())],
+        "killed": [judge(killed(), name="runs/4.jsonl"), judge(clean(), name="runs/2.json")],
+        "allowed": [judge(killed(), name="runs/4.jsonl", allow_unfinished=True)],
     }
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["over", "within", "clean", "hostile", "several", "compared", "empty"])
+@pytest.mark.parametrize(
+    "name", ["over", "within", "clean", "hostile", "several", "compared", "empty", "killed", "allowed"]
+)
 def test_golden(name: str, view: str, make_events: Sample) -> None:
     text = VIEWS[view](verdicts(make_events)[name])
     golden.check(f"check/{name}.{view}", text.encode("utf-8", "backslashreplace").decode())

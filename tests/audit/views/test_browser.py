@@ -1,6 +1,7 @@
 """The page in a real browser, where one is installed: it draws, filters, links and runs nothing that a name says."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from chromium import Page, chromium, find_chromium
 from made_timelines import large_timeline
 
 from omnicomp.audit import Audit, build
+from omnicomp.audit.views import rows
+from omnicomp.audit.views.findings import findings
 from omnicomp.audit.views.html import to_html
 from omnicomp.timeline import Capture, Event, NodePlacement, Placement, Ran, Reason, Subgraph
 
@@ -190,7 +193,7 @@ def test_the_time_line_shows_compilations_and_events(page: Page) -> None:
     names = page.run("[...document.querySelectorAll('.box')].map(b => b.textContent)")
     assert {"autograd", "lowering forward"} <= set(names)
     assert any("Model0.forward" in name for name in names)
-    assert "g0.forward.2: inductor gave way to eager" in page.run(
+    assert "g0.forward.2: inductor retreated to eager" in page.run(
         "[...document.querySelectorAll('#panel .vrow')].map(r => r.children[2].textContent)"
     )
 
@@ -226,6 +229,34 @@ def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:
     page.click("#tab-subgraphs")
     page.click("#panel .vrow")
     assert page.run("document.activeElement.tagName") == "H2"
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_causes_and_levers_are_on_the_first_screen(page: Page, width: int, height: int) -> None:
+    page.resize(width, height)
+    shown = page.run("[...document.querySelectorAll('.findings .lever')].map(p => p.getBoundingClientRect().bottom)")
+    assert shown
+    assert shown[0] <= height
+    top = page.run("document.querySelector('#app').getBoundingClientRect().top")
+    assert max(shown) <= top
+
+
+def test_a_narrow_table_has_the_columns_that_fit(browser: Page, page: Page, file: Path) -> None:
+    browser.resize(390, 844)
+    browser.open(file)
+    heads = "[...document.querySelectorAll('#panel .vhead > div')].map(d => d.textContent)"
+    assert page.run(heads) == ["subgraph", "ran", "share"]
+    assert page.run("document.querySelector('.vtable').scrollWidth <= document.querySelector('.vtable').clientWidth")
+
+
+def test_the_tabs_are_named_as_the_text_is(page: Page, report: Audit) -> None:
+    names = page.run("[...document.querySelectorAll('[role=tab]')].map(t => t.textContent)")
+    assert "Attention" + re.sub(" sites? fused$", "", rows.attention(report.sites)) in names
+    assert f"Findings{len(findings(report))}" in names
+    text = report.to_text()
+    for title in ("Attention", "Passes", "Caches"):
+        assert f"\n{title}" in text
+        assert any(name.startswith(title) for name in names)
 
 
 def test_names_are_shown_and_never_run(browser: Page, tmp_path: Path) -> None:

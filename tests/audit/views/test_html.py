@@ -13,9 +13,8 @@ import pytest
 from made_timelines import large_timeline
 
 from omnicomp.audit import build
-from omnicomp.audit.views.html import to_html
-from omnicomp.audit.views.pagedata import page_data, to_script
-from omnicomp.timeline import Candidate, Capture, Event, NodePlacement, Placement, Reason, Subgraph
+from omnicomp.audit.views.html import page_data, to_html, to_script
+from omnicomp.timeline import Candidate, Capture, Event, NearMiss, NodePlacement, Placement, Reason, Subgraph
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -134,8 +133,54 @@ def test_the_data_reads_back() -> None:
 def test_the_header_says_it_without_a_script(events: list[Event]) -> None:
     page = Page(build(events).to_html())
     data = " ".join(page.data)
-    for expected in ("as planned, with fallbacks", "80.0 %", "1 of 2", "of FLOPs", "omnicomp audit FILE"):
+    for expected in (
+        "as planned, with 2 fallbacks, 1 near miss",
+        "80.0 %",
+        "1 of 2",
+        "of FLOPs",
+        "omnicomp audit FILE",
+    ):
         assert expected in data
+
+
+def test_what_can_be_changed_comes_before_what_is_drawn_and_in_full(events: list[Event]) -> None:
+    text = build(events).to_html()
+    start = text.index('<section class="findings"')
+    shown = text[start : text.index('<div id="app">')]
+    assert start < text.index('<div id="app">')
+    for said in (
+        "aten.foo.default on eager at model.py:12",
+        "Inductor has no lowering for",
+        "write an override for it",
+    ):
+        assert said in shown
+    assert "do not return the attention weights" in shown
+    assert shown.index("fallback") < shown.index("near miss") < shown.index("option not as requested")
+
+
+def test_some_of_the_sites_are_not_green(events: list[Event]) -> None:
+    assert '<a class="tile warn" href="#tab=sites"><b>1 of 2</b> attention sites fused</a>' in build(events).to_html()
+    fused = [event for event in events if not isinstance(event, NearMiss)]
+    assert '<a class="tile good" href="#tab=sites"><b>1 of 1</b> attention sites fused</a>' in build(fused).to_html()
+
+
+def test_the_tab_of_the_browser_says_what_the_text_says(events: list[Event]) -> None:
+    found = build(events)
+    title = re.search("<title>(.*)</title>", found.to_html())
+    assert title
+    assert title[1].startswith("omni: 2 fallbacks, 1 near miss")
+    assert title[1].endswith(found.summary().removeprefix("omni: "))
+    healthy = build([event for event in events if isinstance(event, Capture)])
+    assert f"<title>{healthy.summary()}</title>" in healthy.to_html()
+
+
+def test_thousands_of_causes_are_a_short_list_that_opens() -> None:
+    chains = [(Reason(code="unsupported_op", by="inductor", sentence="no " + "x" * i),) for i in range(500)]
+    nodes = tuple(NodePlacement(node=f"n{i}", op="aten.a", lowering="eager", chain=c) for i, c in enumerate(chains))
+    text = build([Placement(graph="g0", part="forward", nodes={"eager": 500}, declined=nodes)]).to_html()
+    assert text.count("<article>") == 40
+    assert "<summary>497 more causes</summary>" in text
+    assert "all 500 causes" in text
 
 
 def test_the_data_holds_what_the_report_does() -> None:

@@ -9,7 +9,7 @@ from omnicomp.timeline import Reason, Retreat
 @pytest.mark.parametrize(
     ("source", "target", "code", "said"),
     [
-        ("inductor", "eager", "build_failed", "inductor gave way to eager"),
+        ("inductor", "eager", "build_failed", "inductor retreated to eager"),
         ("inductor", "inductor", "build_failed", "inductor builds it in pieces only"),
         ("frozen", "frozen", "weights_changed", "frozen reads weights as inputs"),
     ],

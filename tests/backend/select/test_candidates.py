@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.select.candidates import by_rule, check_candidates, options
-from omnicomp.backend.select.model_parts import parts_of
+from omnicomp.backend.select.contest import parts_of
 from omnicomp.options.policy import parse
 
 

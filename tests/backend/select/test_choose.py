@@ -11,7 +11,7 @@ from rival_engines import Changeable, Rival, Slow
 from torch import nn
 
 import omnicomp
-from omnicomp.backend.select import duel as duels
+from omnicomp.backend.select import contest as duels
 from omnicomp.errors import OptionError
 from omnicomp.timeline import Candidate, Event, Option, Ran, Subgraph
 

@@ -1,5 +1,6 @@
 """Inductor's C++ kernels run on the simulated device's own memory, by plain Inductor and by omni."""
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 import omnicomp
 from omnicomp._torch.devices.codegen import python_wrapper
 from omnicomp.devices import resolve_device
-from omnicomp.devices.inductor import DeviceSpec, register, registration
+from omnicomp.devices.inductor import DeviceCppScheduling, DeviceSpec, register, registration
 from omnicomp.devices.sim import inductor
 
 pytestmark = pytest.mark.inductor
@@ -132,6 +133,24 @@ def test_an_edited_wrapper_is_compiled_anew(sim: Any, tmp_path: Path, monkeypatc
         inductor.enable()
     hit, miss = ({f"{cache}_cache_{verdict}": 1 for cache in ("fxgraph", "autograd")} for verdict in ("hit", "miss"))
     assert seen == [miss, hit, miss]
+
+
+def test_a_function_chooses_what_generates_kernels(sim: Any) -> None:
+    made: list[bool] = []
+
+    def scheduling(scheduler: Any) -> DeviceCppScheduling:
+        made.append(scheduler is not None)
+        return DeviceCppScheduling(scheduler)
+
+    register(dataclasses.replace(inductor.SPEC, scheduling=scheduling))
+    try:
+        x = torch.randn(8, 8)
+        compiled = torch.compile(small, backend="omni", options={"on_error": "raise"})
+        torch.testing.assert_close(compiled(x.to("sim")).cpu(), small(x))
+    finally:
+        inductor.enable()
+    assert True in made
+    assert {row.ran for row in omnicomp.audit().subgraphs} == {"inductor"}
 
 
 NO_CPP = "the device 'sim' has no C\\+\\+ wrapper, so neither cpp_wrapper nor AOTInductor can be used"

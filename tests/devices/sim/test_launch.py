@@ -1,9 +1,9 @@
 import ctypes
-import threading
 from typing import Any
 
 import pytest
 import torch
+from concurrency import in_threads
 
 
 def test_a_kernel_from_outside_works_on_the_device_s_memory(sim: Any) -> None:
@@ -36,15 +36,11 @@ def test_the_bracket_is_closed_when_the_kernel_raises(sim: Any) -> None:
 
 
 def test_threads_launch_at_once(sim: Any) -> None:
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(50):
             x = torch.ones(100, device="sim")
             sim.launch(ctypes.memset, x, 0, 400, raw=True)
             assert x.sum().item() == 0
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert sim.counters()["launches"] == 200

@@ -6,7 +6,7 @@ import pytest
 
 from omnicomp.lowerings import engines
 from omnicomp.lowerings.engines.store import store
-from omnicomp.options import engine_names
+from omnicomp.options import checks
 
 
 @pytest.fixture(autouse=True)
@@ -15,5 +15,5 @@ def fresh_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     store.clear()
     yield
     monkeypatch.undo()
-    engine_names.engine_names.cache_clear()
+    checks.engine_names.cache_clear()
     engines.resolve_engine.cache_clear()

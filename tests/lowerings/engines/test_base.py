@@ -7,6 +7,7 @@ from typing import Any
 import fake_engines as fake
 import pytest
 import torch
+from recorded import retreats
 
 import omnicomp
 from omnicomp.errors import EngineError
@@ -36,10 +37,6 @@ def check(name: str, **options: Any) -> list[str]:
 def declined() -> list[Reason]:
     events = [event for event in omnicomp.timeline.events() if isinstance(event, Placement)]
     return [reason for event in events for node in event.declined for reason in node.chain]
-
-
-def retreats() -> list[Retreat]:
-    return [event for event in omnicomp.timeline.events() if isinstance(event, Retreat)]
 
 
 def test_one_that_is_right_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +70,8 @@ def test_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch, owner: type[fake
 
 
 def test_one_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(omnicomp.options.engine_names.BUILT_IN, "fake_gone", "no_such_module:Engine")
-    omnicomp.options.engine_names.engine_names.cache_clear()
+    monkeypatch.setitem(omnicomp.options.checks.BUILT_IN, "fake_gone", "no_such_module:Engine")
+    omnicomp.options.checks.engine_names.cache_clear()
     assert check("fake_gone") == ["eager"]
     told = "the engine fake_gone can't be loaded: ModuleNotFoundError: No module named 'no_such_module'"
     assert any(

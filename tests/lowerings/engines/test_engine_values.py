@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from engine_tables import calls, refusal, subgraph_of
+from recorded import ran
 from tiers import fast
 from torch import Tensor
 from torch.nn import functional
 
 import omnicomp
 from omnicomp.lowerings.engines import resolve_engine
-from omnicomp.timeline import Ran, Retreat
+from omnicomp.timeline import Retreat
 
 pytestmark = pytest.mark.engine
 
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.engine
 def compiled(name: str, function: Any) -> Callable[..., Any]:
     pytest.importorskip(name)
     return torch.compile(function, backend="omni", options={"lowerings": [name, "eager"]})
-
-
-def ran() -> set[str]:
-    return {event.lowering for event in omnicomp.timeline.events() if isinstance(event, Ran)}
 
 
 def retreats() -> list[str]:

@@ -1,17 +1,19 @@
 """What OpenVINO and ONNX Runtime have in common: inputs of any layout, threads, weights, sizes, the disk, models."""
 
 import copy
+import functools
 import importlib.metadata
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from engine_cases import VIEWS, close, network, results_stay, threads_share
+from recorded import ran
 from torch import Tensor, nn
 
 import omnicomp
-from omnicomp.lowerings.engines import resolve_engine, versions
+from omnicomp.lowerings.engines import lazy, resolve_engine
 from omnicomp.lowerings.engines.store import store
 from omnicomp.timeline import Ran, Retreat
 
@@ -30,21 +32,8 @@ def compiled(name: str, function: Any, **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="omni", options={"lowerings": [name, "eager"], **options})
 
 
-def ran() -> set[str]:
-    return {event.lowering for event in omnicomp.timeline.events() if isinstance(event, Ran)}
-
-
 def retreats() -> list[str]:
     return [str(event.reason) for event in omnicomp.timeline.events() if isinstance(event, Retreat)]
-
-
-def network() -> nn.Module:
-    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(72, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)).eval()
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_network_runs_whole(name: str) -> None:
@@ -55,23 +44,12 @@ def test_a_network_runs_whole(name: str) -> None:
     assert not retreats()
 
 
-INPUTS: dict[str, Callable[[], Tensor]] = {
-    "transposed": lambda: torch.randn(6, 4).t(),
-    "strided": lambda: torch.randn(4, 12)[:, ::2],
-    "not aligned": lambda: torch.randn(50)[3:27].view(4, 6),
-    "expanded": lambda: torch.randn(4, 1).expand(4, 6),
-    "empty": lambda: torch.randn(0, 6),
-    "zero-dimensional": lambda: torch.tensor(1.5),
-    "negated": lambda: torch.randn(4, 6, dtype=torch.complex64).conj().imag,
-}
-
-
-@pytest.mark.parametrize("form", INPUTS)
+@pytest.mark.parametrize("form", [form for form in VIEWS if form != "of an odd stride"])
 def test_any_view_is_taken_and_left_as_it_is(name: str, form: str) -> None:
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x * 2) + x.exp()
 
-    x = INPUTS[form]()
+    x = VIEWS[form]()
     before = x.clone()
     torch.testing.assert_close(compiled(name, function)(x), function(x))
     assert torch.equal(x, before)
@@ -115,41 +93,11 @@ def test_what_attends_to_nothing_is_zero(name: str) -> None:
 
 
 def test_results_belong_to_the_caller(name: str) -> None:
-    call = compiled(name, lambda x: (x * 2, x.view(8, 8) + 1, x * 2))
-    x = torch.randn(64)
-    first = call(x)
-    kept = [value.clone() for value in first]
-    for value in call(torch.randn(64)):
-        value.zero_()
-    assert all(torch.equal(now, before) for now, before in zip(first, kept, strict=True))
-    first[0].zero_()
-    assert torch.equal(first[2], kept[2])
-    assert torch.equal(call(x)[0], kept[0])
+    results_stay(functools.partial(compiled, name))
 
 
 def test_threads_share_an_executable(name: str) -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-    call = compiled(name, model)
-    inputs = [torch.randn(16, 32) for _ in range(8)]
-    wrong: list[Any] = []
-
-    def work(x: Tensor) -> None:
-        try:
-            with torch.no_grad():
-                expected = model(x)
-                for _ in range(40):
-                    close(call(x), expected)
-        except Exception as error:
-            wrong.append(error)
-
-    with torch.no_grad():
-        call(inputs[0])
-    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    threads_share(functools.partial(compiled, name))
     assert not retreats()
 
 
@@ -193,7 +141,7 @@ def test_a_training_step_is_not_for_it(name: str) -> None:
 
 
 def test_another_process_takes_it_from_the_disk(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnicomp.store.folder", lambda: tmp_path)
+    monkeypatch.setattr("omnicomp._torch.inductor.store.folder", lambda: tmp_path)
     engine = resolve_engine(name)
     model, x = network(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
@@ -228,12 +176,12 @@ def test_a_missing_or_old_library_is_named(name: str, monkeypatch: pytest.Monkey
                 raise importlib.metadata.PackageNotFoundError(package)
             return found
 
-        versions._missing.cache_clear()
+        lazy._missing.cache_clear()
         with monkeypatch.context() as patch:
-            patch.setattr(versions.importlib.metadata, "version", version)
+            patch.setattr(lazy.importlib.metadata, "version", version)
             assert words in engine.missing()
             assert f"omnicomp[{EXTRAS[name]}]" in engine.missing()
-        versions._missing.cache_clear()
+        lazy._missing.cache_clear()
 
 
 def _bert() -> tuple[nn.Module, dict[str, Any]]:

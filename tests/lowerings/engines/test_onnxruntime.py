@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import ran
 from torch import Tensor, nn
 
 import omnicomp
 from omnicomp.lowerings.engines import resolve_engine
-from omnicomp.timeline import Placement, Ran, Retreat
+from omnicomp.timeline import Placement, Retreat
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("onnxruntime")
@@ -21,10 +22,6 @@ from omnicomp.lowerings.engines.onnxruntime.model import OPSET  # noqa: E402
 
 def compiled(function: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="omni", options={"lowerings": ["onnxruntime", "eager"]})
-
-
-def ran() -> set[str]:
-    return {event.lowering for event in omnicomp.timeline.events() if isinstance(event, Ran)}
 
 
 def retreats() -> list[str]:

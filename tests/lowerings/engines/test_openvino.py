@@ -15,8 +15,8 @@ from omnicomp.timeline import Placement, Ran, Retreat
 pytestmark = pytest.mark.engine
 pytest.importorskip("openvino")
 
-from omnicomp.lowerings.engines.openvino.bounds import LIMIT, exceeds, overflow  # noqa: E402
 from omnicomp.lowerings.engines.openvino.engine import settings  # noqa: E402
+from omnicomp.lowerings.engines.openvino.executable import LIMIT, exceeds, overflow  # noqa: E402
 
 aten = torch.ops.aten
 

@@ -9,6 +9,7 @@ import fake_engines as fake
 import numpy as np
 import pytest
 import torch
+from concurrency import in_threads
 
 import omnicomp
 from omnicomp.timeline import Ran, Retreat
@@ -398,11 +399,7 @@ def test_eight_threads(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
                 if not torch.equal(call(x), model(x)):
                     wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []
 
 

@@ -1,7 +1,6 @@
 """The cache of what engines compiled: in memory, on disk, damaged, and limited in size."""
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import fake_engines as fake
 import pytest
 import torch
+from concurrency import in_threads
 
 import omnicomp
 from omnicomp.lowerings.engines.store import Store, key_of, limit, prune, store
@@ -133,15 +133,11 @@ def test_threads_that_ask_for_one_key_get_one() -> None:
         made.append(Made())
         return made[-1]
 
-    def work() -> None:
+    def work(_: int) -> None:
         result, _ = own.get("k", "e", make, None, None)
         found.append(result)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert len(made) == 1
     assert {id(each) for each in found} == {id(made[0])}
 

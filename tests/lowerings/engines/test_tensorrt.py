@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import omnicomp
-from omnicomp.lowerings.engines import Clustering, resolve_engine, tensorrt, versions
+from omnicomp.lowerings.engines import Clustering, lazy, resolve_engine, tensorrt
 from omnicomp.lowerings.engines.store import store
 from omnicomp.lowerings.engines.tensorrt import TensorRtEngine
 from omnicomp.timeline import Ran, Retreat
@@ -177,20 +177,20 @@ def test_without_the_package_or_a_device_it_says_what_to_do(monkeypatch: pytest.
 
     def version(name: str) -> str:
         if name == "tensorrt":
-            raise versions.importlib.metadata.PackageNotFoundError(name)
+            raise lazy.importlib.metadata.PackageNotFoundError(name)
         return "99"
 
-    monkeypatch.setattr(versions.importlib.metadata, "version", version)
-    versions._missing.cache_clear()
+    monkeypatch.setattr(lazy.importlib.metadata, "version", version)
+    lazy._missing.cache_clear()
     assert engine.missing() == 'tensorrt is not installed: pip install "omnicomp[tensorrt]"'
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "8.6.1" if name == "tensorrt" else "99")
-    versions._missing.cache_clear()
+    monkeypatch.setattr(lazy.importlib.metadata, "version", lambda name: "8.6.1" if name == "tensorrt" else "99")
+    lazy._missing.cache_clear()
     assert "tensorrt 8.6.1 is too old, 10 or newer" in engine.missing()
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "99")
+    monkeypatch.setattr(lazy.importlib.metadata, "version", lambda name: "99")
     monkeypatch.setattr(tensorrt, "_has_device", lambda: False)
-    versions._missing.cache_clear()
+    lazy._missing.cache_clear()
     assert engine.missing() == "TensorRT needs a CUDA device, and torch sees none"
-    versions._missing.cache_clear()
+    lazy._missing.cache_clear()
 
 
 def test_where_it_is_missing_the_model_runs_all_the_same() -> None:

@@ -1,12 +1,12 @@
 import itertools
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from concurrency import in_threads
 from tiers import fast
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -245,11 +245,7 @@ def test_each_thread_has_buffers_of_its_own() -> None:
         wrong.extend(seed for _ in range(50) if not torch.allclose(call(x), expected))
 
     call(torch.randn(64, 64))
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []
 
 

@@ -1,18 +1,19 @@
 """TVM: a virtual machine a thread, strided inputs, NaN, indices, weights, sizes."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import VIEWS, network, results_stay, threads_share
+from recorded import ran, retreats
 from torch import Tensor, nn
 
 import omnicomp
 from omnicomp.lowerings.engines import resolve_engine
 from omnicomp.lowerings.engines.base import EngineExecutable
-from omnicomp.timeline import Placement, Ran, Retreat
+from omnicomp.timeline import Placement
 
 pytestmark = pytest.mark.engine
 
@@ -23,46 +24,26 @@ def compiled(function: Any, **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="omni", options={"lowerings": ["tvm", "eager"], **options})
 
 
-def ran() -> set[str]:
-    return {event.lowering for event in omnicomp.timeline.events() if isinstance(event, Ran)}
-
-
 def declined() -> str:
     events = omnicomp.timeline.events()
     chains = [node.chain for event in events if isinstance(event, Placement) for node in event.declined]
     return " ".join(reason.sentence for chain in chains for reason in chain)
 
 
-def retreats() -> list[Any]:
-    return [event for event in omnicomp.timeline.events() if isinstance(event, Retreat)]
-
-
 def test_a_network_runs_whole() -> None:
-    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    model = nn.Sequential(*layers, nn.Linear(72, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)).eval()
-    x = torch.randn(4, 3, 16, 16)
+    model, x = network(), torch.randn(4, 3, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(compiled(model)(x), model(x), rtol=1e-4, atol=1e-5)
     assert ran() == {"tvm"}
     assert not retreats()
 
 
-INPUTS: dict[str, Callable[[], Tensor]] = {
-    "transposed": lambda: torch.randn(6, 4).t(),
-    "strided": lambda: torch.randn(4, 12)[:, ::2],
-    "not aligned": lambda: torch.randn(50)[3:27].view(4, 6),
-    "expanded": lambda: torch.randn(4, 1).expand(4, 6),
-    "of an odd stride": lambda: torch.randn(24).as_strided((4, 1, 6), (6, 2, 1)),
-    "zero-dimensional": lambda: torch.tensor(1.5),
-}
-
-
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", [name for name in VIEWS if name not in ("empty", "negated")])
 def test_any_view_is_taken(name: str) -> None:
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x * 2) + x.sum()
 
-    x = INPUTS[name]()
+    x = VIEWS[name]()
     torch.testing.assert_close(compiled(function)(x), function(x))
     assert ran() == {"tvm"}
     assert not retreats()
@@ -70,7 +51,7 @@ def test_any_view_is_taken(name: str) -> None:
 
 def test_what_tvm_itself_refuses_is_made_plain() -> None:
     """Its reader of DLPack takes neither strides nor an address between the boundaries of vectors."""
-    for x in (INPUTS["transposed"](), INPUTS["not aligned"]()):
+    for x in (VIEWS["transposed"](), VIEWS["not aligned"]()):
         with pytest.raises(RuntimeError, match=r"contiguous|aligned"):
             tvm.runtime.from_dlpack(x)
 
@@ -93,42 +74,14 @@ def test_each_thread_has_a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         return made[-1]
 
     monkeypatch.setattr(type(engine), "compile", noted)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-    call = compiled(model)
-    inputs = [torch.randn(16, 32) for _ in range(8)]
-    wrong: list[Any] = []
-
-    def work(x: Tensor) -> None:
-        try:
-            with torch.no_grad():
-                expected = model(x)
-                for _ in range(30):
-                    torch.testing.assert_close(call(x), expected, rtol=1e-4, atol=1e-5)
-        except Exception as error:
-            wrong.append(error)
-
-    with torch.no_grad():
-        call(inputs[0])
-    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    threads_share(compiled)
     assert not retreats()
     (executable,) = made
     assert executable.session() is not executable.session()
 
 
 def test_results_are_the_callers() -> None:
-    call = compiled(lambda x: (x * 2, x.view(8, 8) + 1, x * 2))
-    x = torch.randn(64)
-    first = call(x)
-    kept = [value.clone() for value in first]
-    for value in call(torch.randn(64)):
-        value.zero_()
-    assert all(torch.equal(now, before) for now, before in zip(first, kept, strict=True))
-    assert torch.equal(call(x)[0], kept[0])
+    results_stay(compiled, distinct=False)
 
 
 def test_a_weight_that_changes_in_place_is_never_stale() -> None:

@@ -1,20 +1,21 @@
 """XLA through JAX: memory, dtypes of 64 bits, gradients, threads, weights, sizes, the disk."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import VIEWS, network, threads_share
+from recorded import ran, retreats
 from torch import Tensor, nn
 
 import omnicomp
 from omnicomp.lowerings.engines import resolve_engine
 from omnicomp.lowerings.engines.store import store
-from omnicomp.lowerings.engines.xla.executable import imported
+from omnicomp.lowerings.engines.xla.engine import imported
 from omnicomp.lowerings.engines.xla.forms import FORMS
-from omnicomp.timeline import Placement, Ran, Retreat
+from omnicomp.timeline import Placement, Ran
 
 pytestmark = pytest.mark.engine
 
@@ -25,23 +26,10 @@ def compiled(function: Any, **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="omni", options={"lowerings": ["xla", "eager"], **options})
 
 
-def ran() -> set[str]:
-    return {event.lowering for event in omnicomp.timeline.events() if isinstance(event, Ran)}
-
-
 def declined() -> str:
     events = omnicomp.timeline.events()
     chains = [node.chain for event in events if isinstance(event, Placement) for node in event.declined]
     return " ".join(reason.sentence for chain in chains for reason in chain)
-
-
-def retreats() -> list[Any]:
-    return [event for event in omnicomp.timeline.events() if isinstance(event, Retreat)]
-
-
-def network() -> nn.Module:
-    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(72, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)).eval()
 
 
 def test_a_network_runs_whole() -> None:
@@ -52,24 +40,12 @@ def test_a_network_runs_whole() -> None:
     assert not retreats()
 
 
-INPUTS: dict[str, Callable[[], Tensor]] = {
-    "transposed": lambda: torch.randn(6, 4).t(),
-    "strided": lambda: torch.randn(4, 12)[:, ::2],
-    "not aligned": lambda: torch.randn(50)[3:27].view(4, 6),
-    "expanded": lambda: torch.randn(4, 1).expand(4, 6),
-    "of an odd stride": lambda: torch.randn(24).as_strided((4, 1, 6), (6, 2, 1)),
-    "empty": lambda: torch.randn(0, 6),
-    "zero-dimensional": lambda: torch.tensor(1.5),
-    "negated": lambda: torch.randn(4, 6, dtype=torch.complex64).conj().imag,
-}
-
-
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", VIEWS)
 def test_any_view_is_taken(name: str) -> None:
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x * 2) + x.sum()
 
-    x = INPUTS[name]()
+    x = VIEWS[name]()
     torch.testing.assert_close(compiled(function)(x), function(x))
     assert ran() == {"xla"}
     assert not retreats()
@@ -210,28 +186,7 @@ def test_weights_that_are_inputs_may_be_parameters() -> None:
 
 
 def test_threads_share_a_program() -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-    call = compiled(model)
-    inputs = [torch.randn(16, 32) for _ in range(8)]
-    wrong: list[Any] = []
-
-    def work(x: Tensor) -> None:
-        try:
-            with torch.no_grad():
-                expected = model(x)
-                for _ in range(30):
-                    torch.testing.assert_close(call(x), expected, rtol=1e-4, atol=1e-5)
-        except Exception as error:
-            wrong.append(error)
-
-    with torch.no_grad():
-        call(inputs[0])
-    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    threads_share(compiled)
     assert not retreats()
 
 
@@ -300,20 +255,20 @@ def test_memory_beyond_the_limit_is_refused() -> None:
 
 
 def test_a_missing_or_old_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from omnicomp.lowerings.engines import versions
+    from omnicomp.lowerings.engines import lazy
 
     engine = resolve_engine("xla")
     for found, words in (("0.4.30", "jax 0.4.30 is too old"), (None, "jax is not installed")):
 
         def version(name: str, found: str | None = found) -> str:
             if found is None:
-                raise versions.importlib.metadata.PackageNotFoundError(name)
+                raise lazy.importlib.metadata.PackageNotFoundError(name)
             return found
 
-        versions._missing.cache_clear()
+        lazy._missing.cache_clear()
         with monkeypatch.context() as patch:
-            patch.setattr(versions.importlib.metadata, "version", version)
+            patch.setattr(lazy.importlib.metadata, "version", version)
             assert words in engine.missing()
             assert "omnicomp[xla]" in engine.missing()
-        versions._missing.cache_clear()
+        lazy._missing.cache_clear()
     assert engine.missing() == ""

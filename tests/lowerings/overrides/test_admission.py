@@ -1,6 +1,5 @@
 """Which blocks are left as they are, and with which reason."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,9 @@ from tagged import EAGER, MLP, Model, compiled, declare, refusals, train
 from torch import Tensor, nn
 
 import omnicomp
-from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.timeline import Reason
 
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    before = {item.name for item in registered()}
-    yield
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
+pytestmark = pytest.mark.usefixtures("own_overrides")
 
 
 @pytest.mark.parametrize("options", [{}, {"training": "forward only"}])

@@ -49,13 +49,8 @@ def reference(x: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
+def forget(own_overrides: None) -> None:
     calls.clear()
-    before = {item.name for item in registered()}
-    yield
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
 
 
 def declare(**options: Any) -> None:

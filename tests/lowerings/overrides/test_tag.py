@@ -1,7 +1,6 @@
 """Overrides of whole blocks: what they are called with, and what comes out."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,9 @@ from torch.fx import GraphModule
 
 import omnicomp
 from omnicomp.lowerings.override import reference_of
-from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.timeline import Ran, Rewrite
 
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    before = {item.name for item in registered()}
-    yield
-    for item in registered():
-        if item.name not in before:
-            unregister(item.name)
+pytestmark = pytest.mark.usefixtures("own_overrides")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from fusion import Backend, compiled, inputs
 
 from omnicomp.passes.attention import assume
+from omnicomp.passes.verdicts import Checker
 from omnicomp.timeline import Rewrite
 
 LOWEST = torch.finfo(torch.float32).min
@@ -42,8 +43,10 @@ def test_a_full_padding_mask_leaves_the_causal_one(pays):
     assert backend.attentions()[0].kwargs == {"scale": 0.25, "is_causal": True}
     (assumption,) = assumptions
     assert assumption.inputs == ("l_padding_",)
-    assert bool(assumption.check(torch.ones(2, 8, dtype=torch.long)))
-    assert not bool(assumption.check(torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]])))
+    assert str(assumption.holds) == "full"
+    padded = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]])
+    for mask, kind in ((torch.ones(2, 8, dtype=torch.long), "full"), (padded, "general"), (padded.flip(1), "first")):
+        assert [known.kind for known in Checker([assumption]).verdicts([[mask]])] == [kind]
     torch.testing.assert_close(result, causal(*arguments()))
 
 

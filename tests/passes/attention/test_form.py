@@ -59,6 +59,43 @@ def test_steps_of_the_mask_keep_their_order_and_what_was_filled_is_not_scaled():
     assert number(form.mask[0].value) == -math.inf, "as in eager, it overflows"
 
 
+@pytest.mark.parametrize(
+    "gated",
+    [
+        lambda s, b: s * b - 1e9 * (1 - b),
+        lambda s, b: torch.mul(b, s) + (1 - b) * -1e10,
+        lambda s, b: s.mul(1 - b).sub(b.mul(1e9)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_that_a_mask_multiplies_and_its_opposite_is_added_to_are_filled(gated, dtype):
+    def scores(q, k):
+        i, j = torch.arange(6)[:, None], torch.arange(8)
+        return gated(q @ k.mT * 0.25, ((i >= j) & (i != 2)).to(q.dtype))  # one row sees nothing
+
+    def attention(q, k, v):
+        return scores(q, k).softmax(-1) @ v
+
+    form, _, _ = form_of(scores)
+    assert [type(step) for step in form.mask] == [Fill]
+    compiled = torch.compile(attention, backend="omni", options={"lowerings": ["eager"]}, fullgraph=True)
+    given = [x.to(dtype) for x in (Q, K, V)]
+    torch.testing.assert_close(compiled(*given), attention(*given))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda q, k, b: (q @ k.mT) * b - 1e4 * (1 - b),
+        lambda q, k, b: (q @ k.mT) * b - 1e9 * b,
+        lambda q, k, b: (q @ k.mT) * (b * 0.5) - 1e9 * (1 - b),
+    ],
+)
+def test_scores_that_are_multiplied_otherwise_are_not_filled(scores):
+    with pytest.raises(MatchEnded, match="differs between queries or keys"):
+        form_of(lambda q, k: scores(q, k, torch.ones(6, 8).tril()))
+
+
 def test_what_is_the_same_for_all_keys_is_no_mask():
     form, _, _ = form_of(lambda q, k, m: q @ k.mT + m[..., :1].tanh() + 3.0, M)
     assert form.mask == []
@@ -189,11 +226,12 @@ def test_which_masks_are_known_to_be_finite():
     assert not finite(lambda m: torch.where(m > 0, 0.0, LOWEST).half().float(), M)
 
 
-def test_a_learned_bias_is_finite_and_so_is_a_minimum_added_to_it():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_learned_bias_is_finite_and_so_is_a_minimum_added_to_it(frozen):
     class Biased(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.bias = torch.nn.Parameter(torch.randn(9, 4))
+            self.bias = torch.nn.Parameter(torch.randn(9, 4), requires_grad=not frozen)
 
         def forward(self, q, k, v, m):
             where = (torch.arange(6)[:, None] - torch.arange(8)).abs()
@@ -203,3 +241,18 @@ def test_a_learned_bias_is_finite_and_so_is_a_minimum_added_to_it():
     site, _, reader = site_of(Biased(), Q, K, V, M)
     (step,) = dense_form(site, reader).mask
     assert is_finite(step.term, reader)
+
+
+@pytest.mark.parametrize(("frozen", "expected"), [(False, True), (True, False)])
+def test_a_parameter_without_gradient_may_be_a_mask(frozen, expected):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = torch.nn.Parameter(torch.zeros(9, 8), requires_grad=not frozen)
+
+        def forward(self, q, k, v):
+            return (q @ k.mT + self.mask[:6].to(q.dtype) * 2.0).softmax(-1) @ v
+
+    site, _, reader = site_of(Masked(), Q, K, V)
+    (step,) = dense_form(site, reader).mask
+    assert is_finite(step.term, reader) is expected

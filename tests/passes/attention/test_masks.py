@@ -10,10 +10,11 @@ from mask_terms import Site, apply, cast, index, number, read, symbols, values
 
 from omnicomp.passes.attention import masks, tables
 from omnicomp.passes.attention.linear import Linear
-from omnicomp.passes.attention.masks import Mask, padding_reads, read_mask, without_padding
+from omnicomp.passes.attention.masks import Mask, read_mask, sees_first_key, under
 from omnicomp.passes.attention.predicates import Clause, Literal
 from omnicomp.passes.attention.structure import term_key
 from omnicomp.passes.attention.terms import Apply, Axis, Position, Read, Term
+from omnicomp.passes.mask_classes import MaskClass
 
 FLOAT = torch.float32
 
@@ -209,12 +210,24 @@ def test_no_number_is_neither_smaller_nor_not_smaller() -> None:
     assert read_mask(apply("or", apply("lt", whole, 1), apply("ge", whole, 1)), **site.axes).is_full
 
 
-def test_padding_is_listed_and_the_rest_of_the_mask_stays() -> None:
+@pytest.mark.parametrize(
+    ("known", "name"),
+    [
+        (MaskClass(kind="full"), "causal"),
+        (MaskClass(kind="causal"), "causal"),
+        (MaskClass(kind="band", left=2, right=0), "sliding window of 3"),
+        (MaskClass(kind="prefix", right=0, length=3), "causal"),
+    ],
+)
+def test_the_rest_of_a_mask_stays_where_the_class_of_its_data_is_known(known: MaskClass, name: str) -> None:
     site = Site(8, 8)
     mask = read_mask(apply("and", site.causal, site.padding), **site.axes)
-    assert [conjunct.term for conjunct in padding_reads(mask)] == [site.padding]
     assert not mask.rows_nonempty
-    assert without_padding(mask, **site.axes).is_causal
+    found = under(mask, known, **site.axes)
+    assert (found.name, found.rows_nonempty) == (name, True)
+    assert under(None, MaskClass(kind="prefix", right=0, length=3), **site.axes).name == "prefix of 3"
+    assert sees_first_key(mask, **site.axes)
+    assert not sees_first_key(under(None, MaskClass(kind="band", left=1), **site.axes), **site.axes)
 
 
 def test_a_key_that_needs_no_data_leaves_no_query_without_one() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 from mask_terms import Site, apply, cast, number, read, symbols, values
 
-from omnicomp.passes.attention.masks import Mask, read_mask, without_padding
+from omnicomp.passes.attention.masks import Mask, read_mask, under
 from omnicomp.passes.attention.terms import Term
+from omnicomp.passes.mask_classes import MaskClass
 
 # A recipe is a nested tuple, so that one mask can be built for symbolic sizes and for numbers.
 NUMBERS = st.integers(-3, 6)
@@ -148,7 +149,7 @@ def test_with_data_what_is_claimed_holds_for_all_data(recipe: Any, queries: int,
     site = Site(queries, keys)
     keep = build(recipe, site)
     mask = read_mask(keep, **site.axes)
-    rest = without_padding(mask, **site.axes)
+    rest = under(mask, MaskClass(kind="full"), **site.axes)
     source = np.random.default_rng(seed)
     longest = max(queries, keys)
     for ones in (False, True, True):
@@ -163,8 +164,7 @@ def test_with_data_what_is_claimed_holds_for_all_data(recipe: Any, queries: int,
             tables_of_claims(mask, table, {})
         if mask.rows_nonempty:
             assert table.any(-1).all()
-        padding = [c for c in mask.conjuncts if c.kind == "padding"]
-        if ones and all(values(c.term, site.axes, data).all() for c in padding):
+        if ones and all(values(c.term, site.axes, data).all() for c in mask.conjuncts if c.data):
             assert (values(rest.term, site.axes, data) == table).all()
         indices = [values(c.term, site.axes) for c in mask.conjuncts if not c.data]
         if mask.offset is not None or mask.window is not None:

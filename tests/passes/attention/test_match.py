@@ -1,5 +1,7 @@
 """Sites: every spelling of products, ranks, softmaxes and heads is the same attention; never compiled."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -199,3 +201,170 @@ def test_candidates_are_between_two_products_of_what_was_computed():
     backend = capture(function, torch.randn(2, 6, 8), torch.randn(2, 6, 8))
     (found,) = candidates(backend.trace, backend.module.graph)
     assert [op.name for op in found] == ["_softmax", "bmm"]
+
+
+def late(scores, v, *, shifted=True):
+    e = torch.exp(scores - scores.amax(-1, keepdim=True) if shifted else scores)
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+def late_in_place(q, k, v):
+    e = (q @ k.mT).exp_()
+    out = e @ v
+    out /= e.sum(-1)[..., None]
+    return out
+
+
+def late_and_transposed(q, k, v):
+    e = torch.einsum("bhqd,bhkd->bhqk", q, k).exp()
+    return torch.einsum("bhqk,bhkd->bqhd", e, v) / e.sum(-1).transpose(1, 2).unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v: late(q @ k.mT, v),
+        lambda q, k, v: late(q @ k.mT, v, shifted=False),
+        lambda q, k, v: late((q @ k.mT).masked_fill(torch.ones(6, 8).triu(3).bool(), -math.inf), v),
+        late_in_place,
+        late_and_transposed,
+    ],
+    ids=["shifted", "plain", "causal", "in place", "transposed"],
+)
+def test_a_product_that_is_divided_by_the_sums_later(function):
+    arguments = inputs()[:3]
+    backend = fuse(function, *arguments)
+    assert len(backend.of(Rewrite)) == 1
+    torch.testing.assert_close(compiled(function, Backend())(*arguments), function(*arguments))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) / e.sum(-2)[..., :6].unsqueeze(-1),
+        lambda q, k, v: ((e := (q[..., :4, :] @ k[..., :4, :].mT).exp()) @ v[..., :4, :4]) / e.sum(-1).unsqueeze(-2),
+        lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) / e.sum(-1, keepdim=True).flip(1),
+        lambda q, k, v: torch.div((e := (q @ k.mT).exp()) @ v, e.sum(-1, keepdim=True), rounding_mode="floor"),
+    ],
+    ids=["of keys", "of columns", "of other heads", "rounded"],
+)
+def test_sums_of_something_else_are_none(function):
+    arguments = inputs()[:3]
+    backend = Backend()
+    torch.testing.assert_close(compiled(function, backend)(*arguments), function(*arguments))
+    assert backend.of(Rewrite) == []
+
+
+def other_exponentials():
+    return {
+        "two": lambda s: (e := s.exp2()) / e.sum(-1, keepdim=True),
+        "two, causal": lambda s: (
+            (e := s.masked_fill(torch.ones(6, 8).triu(3).bool(), -math.inf).exp2()) / e.sum(-1, keepdim=True)
+        ),
+        "three": lambda s: (e := 3.0**s) / e.sum(-1, keepdim=True),
+        "reciprocal": lambda s: (e := s.exp()) * e.sum(-1).reciprocal()[..., None],
+        "reciprocal first": lambda s: e.sum(-1, keepdim=True).reciprocal() * e if (e := s.exp()) is not None else None,
+        "unsqueezed": lambda s: (e := s.exp()) / e.sum(-1).unsqueeze(-1),
+        "softmin": lambda s: F.softmin(-s, -1),
+    }
+
+
+@pytest.mark.parametrize("name", other_exponentials())
+def test_softmaxes_of_other_spellings(name):
+    softmax = other_exponentials()[name]
+    backend = differentiate(lambda q, k, v: softmax(q @ k.mT / 4) @ v, *inputs()[:3])
+    assert len(backend.of(Rewrite)) == 1
+
+
+def test_a_late_sum_to_another_base():
+    backend = fuse(lambda q, k, v: ((e := (q @ k.mT / 4).exp2()) @ v) / e.sum(-1, keepdim=True), *inputs()[:3])
+    assert "scale=0.173287" in backend.rewrite().detail
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda e: e / e.sum(-1).unsqueeze(-2),
+        lambda e: e * e.sum(-1).reciprocal().unsqueeze(-2),
+        lambda e: e / e.sum(-1, keepdim=True).mT,
+        lambda e: F.normalize(e, p=1, dim=-1),
+        lambda e: e / (e.sum(-1, keepdim=True) + 1),
+    ],
+    ids=["of others", "reciprocals of others", "transposed", "norm", "one more"],
+)
+def test_exponentials_over_something_else_are_told(weights):
+    q, k, v, _ = inputs(queries=8)
+    backend = fuse(lambda q, k, v: weights((q @ k.mT).exp()) @ v, q, k, v)
+    assert "not divided by their sums as they are" in backend.miss().sentence
+
+
+def beside_ones(scores, v, *, first=False, split=False):
+    ones = torch.ones_like(v[..., :1])
+    out = scores.exp() @ torch.cat([ones, v] if first else [v, ones], -1)
+    above, below = out.split([16, 1], -1) if split else (out[..., :-1], out[..., -1:])
+    return out[..., 1:] / out[..., 0].unsqueeze(-1) if first else above / below
+
+
+@pytest.mark.parametrize("options", [{}, {"first": True}, {"split": True}], ids=["last", "first", "split"])
+def test_sums_that_a_column_of_ones_makes(options):
+    q, k, v = inputs()[:3]
+    causal = torch.ones(6, 8).triu(3).bool()
+    backend = differentiate(
+        lambda q, k, v: beside_ones((q @ k.mT).masked_fill(causal, -math.inf), v, **options), q, k, v
+    )
+    assert len(backend.of(Rewrite)) == 1
+
+
+def test_a_column_of_ones_that_divides_other_rows_is_no_sum():
+    q, k, v = inputs()[:3]
+
+    def function(q, k, v):
+        out = (q @ k.mT).exp() @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        return out[..., :-1] / out[..., -1:].transpose(0, 1).reshape(2, 4, 6, 1)
+
+    backend = Backend()
+    torch.testing.assert_close(compiled(function, backend)(q, k, v), function(q, k, v))
+    assert backend.of(Rewrite) == []
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1e9])
+def test_weights_set_to_zero_where_the_scores_were_filled(value):
+    """That is what they are already, save in rows without a key, which are zero then."""
+    q, k, v = inputs()[:3]
+    hidden = torch.ones(2, 1, 6, 8).triu(1).bool()
+    hidden[1, 0, 2] = True
+
+    def function(q, k, v, m):
+        return (q @ k.mT).masked_fill(m, value).softmax(-1).masked_fill(m, 0) @ v
+
+    backend = differentiate(function, q, k, v, hidden)
+    assert len(backend.of(Rewrite)) == 1
+
+
+def test_weights_set_to_zero_elsewhere_stay():
+    q, k, v = inputs()[:3]
+    hidden, other = (torch.ones(6, 8).triu(n).bool() for n in (1, 2))
+    backend = fuse(lambda q, k, v: (q @ k.mT).masked_fill(other, -1e9).softmax(-1).masked_fill(hidden, 0) @ v, q, k, v)
+    assert backend.of(Rewrite) == []
+
+
+@pytest.mark.parametrize("late_sum", [False, True, None])
+@pytest.mark.parametrize(("shifted", "fused"), [(False, 0), (True, 1)])
+def test_rows_without_a_key_are_what_the_spelling_makes_of_them(late_sum, shifted, fused):
+    """Exponentials of the least number are zero, and so is their sum; with the maximum subtracted they are one."""
+    q, k, v = inputs()[:3]
+    hidden = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
+    hidden[0] = True
+
+    def function(q, k, v):
+        scores = (q @ k.mT).masked_fill(hidden, torch.finfo(torch.float32).min)
+        scores = scores - scores.amax(-1, keepdim=True) if shifted else scores
+        if late_sum is None:
+            return beside_ones(scores, v)
+        e = scores.exp()
+        total = e.sum(-1, keepdim=True)
+        return (e @ v) / total if late_sum else (e / total) @ v
+
+    backend = Backend()
+    torch.testing.assert_close(compiled(function, backend)(q, k, v), function(q, k, v), equal_nan=True)
+    assert len(backend.of(Rewrite)) == fused

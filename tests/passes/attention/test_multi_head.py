@@ -5,6 +5,8 @@ import torch
 from fusion import Backend, compiled
 from torch import nn
 
+from omnicomp.timeline import Rewrite
+
 PADDING = torch.tensor([[False] * 5 + [True] * 2, [True] * 7, [False] * 7])
 
 
@@ -87,3 +89,52 @@ def test_dropout_is_named():
     backend, module = Backend(training=True), Attention(dropout=0.5)
     compiled(module, backend)(torch.randn(3, 7, 16), torch.randn(3, 7, 16))
     assert "dropout" in backend.miss().lever
+
+
+def test_a_causal_mask_is_told_where_weights_are_dropped():
+    backend = run(masks={"attn_mask": LATER})
+    assert "is_causal" not in backend.rewrite().detail  # an input
+
+    class Causal(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.attention, self.options = nn.MultiheadAttention(16, 2, batch_first=True), options
+
+        def forward(self, x, padding=None):
+            mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
+            return self.attention(x, x, x, attn_mask=mask, key_padding_mask=padding, **self.options)[0]
+
+    for options in ({}, {"need_weights": False}):
+        module, x = Causal(**options), torch.randn(3, 7, 16)
+        backend = Backend()
+        torch.testing.assert_close(compiled(module, backend)(x), module(x))
+        assert "is_causal, as the mask is" in backend.rewrite().detail
+        (call,) = (n for n in backend.graphs[0].graph.nodes if "multi_head" in n.name)
+        assert call.kwargs["is_causal"] is True
+        assert not [n for n in backend.graphs[0].graph.nodes if "isneginf" in n.name]
+        padding = torch.zeros(3, 7, dtype=torch.bool)
+        padding[:, 5:] = True
+        backend = Backend()
+        torch.testing.assert_close(compiled(module, backend)(x, padding), module(x, padding))
+        assert not any("is_causal, as" in event.detail for event in backend.of(Rewrite))
+
+
+@pytest.mark.parametrize("mask", [torch.zeros, lambda *s: torch.zeros(*s, dtype=torch.bool)], ids=["numbers", "bools"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_full_mask_is_dropped(mask, weights):
+    module, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(3, 7, 16)
+    call = lambda x: module(x, x, x, attn_mask=mask(7, 7), need_weights=weights)[0]  # noqa: E731
+    backend = Backend()
+    torch.testing.assert_close(compiled(call, backend)(x), call(x))
+    (node,) = (n for n in backend.graphs[0].graph.nodes if "multi_head" in n.name)
+    assert node.kwargs["attn_mask"] is None
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_a_mask_beside_appended_keys_stays(option):
+    module, x = nn.MultiheadAttention(16, 2, batch_first=True, **{option: True}), torch.randn(3, 7, 16)
+    call = lambda x: module(x, x, x, attn_mask=torch.ones(7, 7).triu(1) > 0, need_weights=False)[0]  # noqa: E731
+    backend = Backend()
+    torch.testing.assert_close(compiled(call, backend)(x), call(x))
+    (event,) = backend.of(Rewrite)
+    assert event.kept

@@ -54,6 +54,33 @@ def test_a_layout_that_only_the_output_has_is_kept(product):
     assert differentiate(function, *inputs()).rewrite()
 
 
+def merged(x, heads=4):
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2).reshape(x.shape[0] * heads, x.shape[1], -1)
+
+
+def test_heads_that_are_merged_and_taken_apart_again_are_not_copied():
+    def function(x):
+        out = plain(merged(x), merged(x.sin()), merged(x.cos()), 0.0)
+        return out.view(2, 4, 6, 8).transpose(1, 2).reshape(2, 6, 32)
+
+    for run in (fuse, differentiate):
+        backend = run(function, torch.randn(2, 6, 32))
+        assert backend.rewrite()
+        (attention,) = backend.attentions()
+        (user,) = attention.users
+        assert user.target == "transpose"
+
+
+def test_merged_heads_that_are_written_to_stay_merged():
+    def function(x):
+        out = plain(merged(x), merged(x.sin()), merged(x.cos()), 0.0)
+        heads = out.view(2, 4, 6, 8)
+        out.add_(1)
+        return heads.transpose(1, 2).reshape(2, 6, 32)
+
+    assert fuse(function, torch.randn(2, 6, 32)).rewrite()
+
+
 @pytest.mark.parametrize("run", [fuse, differentiate])
 def test_a_layout_is_kept_where_its_strides_are_symbolic(run):
     def function(q, k, v):

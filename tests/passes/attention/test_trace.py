@@ -32,6 +32,21 @@ def test_functions_methods_and_operators_are_the_same():
     assert {tuple(capture(f, X).names()) for f in functions} == {("mul", "_softmax")}
 
 
+def test_an_operator_that_has_the_name_of_one_of_torchs_is_another():
+    @torch.library.custom_op("omnicomp_test::clone", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    double.register_fake(torch.empty_like)
+    assert capture(lambda x: double(x).sin(), X).names() == ["omnicomp_test::clone", "sin"]
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return double((q @ k.mT).softmax(-1)) @ v
+
+    compiled = torch.compile(attention, backend="omni", options={"lowerings": ["eager"]}, fullgraph=True)
+    torch.testing.assert_close(compiled(X, X, X), attention(X, X, X))
+
+
 def test_changes_in_place_become_new_values():
     def function(x):
         y = x * 1

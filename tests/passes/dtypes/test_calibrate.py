@@ -11,13 +11,13 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from omnicomp import passes
+from omnicomp._torch.inductor.store import folder
 from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.assumptions import Assumption, assumption
 from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.passes.dtype_policy import DtypePass
 from omnicomp.passes.dtypes import calibrate
 from omnicomp.passes.dtypes.calibrate import search
-from omnicomp.store import folder
 from omnicomp.timeline import Calibration, NearMiss, Option, Rewrite, current
 
 EAGER = {"lowerings": ["eager"], "dtype_policy": "bf16"}

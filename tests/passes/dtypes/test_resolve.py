@@ -11,7 +11,6 @@ from omnicomp.devices import resolve_device
 from omnicomp.devices.cpu import instruction_set
 from omnicomp.options.dtype_policy import PRESETS, parse_dtype_policy
 from omnicomp.passes.dtypes import resolve as module
-from omnicomp.passes.dtypes import speeds
 from omnicomp.passes.dtypes.resolve import resolve, slowness
 from omnicomp.timeline import NearMiss, Option, Rewrite
 
@@ -36,9 +35,9 @@ def measures(monkeypatch):
 
     def set_ratio(ratio):
         monkeypatch.setattr(
-            speeds,
+            module,
             "measured",
-            lambda dtype: speeds.Speed(dtype=str(dtype)[6:], wide_ms=1.0, low_ms=1 / ratio, threads=2),
+            lambda dtype: module.Speed(dtype=str(dtype)[6:], wide_ms=1.0, low_ms=1 / ratio, threads=2),
         )
 
     set_ratio(2.0)
@@ -143,7 +142,7 @@ def test_slow_dtype_is_obeyed_and_told(fast, measures, caplog):
 
 
 def test_nothing_is_measured_without_a_policy(monkeypatch):
-    monkeypatch.setattr(speeds, "measured", lambda dtype: pytest.fail("measured"))
+    monkeypatch.setattr(module, "measured", lambda dtype: pytest.fail("measured"))
     fn, backend = compiled(lambda x: x @ x, "keep")
     fn(rand(4, 4))
     assert not backend.modified

@@ -12,9 +12,8 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from omnicomp._torch.fx import copy_module
-from omnicomp.passes.dtypes.convolutions import are_weights
-from omnicomp.passes.dtypes.weights import Lifted, lift_casts
-from omnicomp.weights.forms import CAST, Form, scaled
+from omnicomp.passes.dtypes.weights import Lifted, are_weights, lift_casts
+from omnicomp.weights.cast_copies import CAST, Form, scaled
 
 LOW = torch.bfloat16
 

@@ -59,7 +59,7 @@ class Careless(SimDevice):
     def to_device(self, value: Any, dtype: torch.dtype | None = None) -> Any:
         return value
 
-    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare(self, model: torch.nn.Module, config: Any = None) -> torch.nn.Module:
         return torch.nn.Identity()
 
     def synchronize(self) -> None:

@@ -70,7 +70,7 @@ def test_a_compilation_is_inside_the_programs_own_span(spans: Any) -> None:
 
 def test_a_failed_stage_has_a_status_without_secrets(spans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTOR_TOKEN", SECRET)
-    omnicomp.privacy.refresh()
+    omnicomp.safety.privacy.refresh()
     with pytest.raises(ValueError, match=SECRET), opentelemetry.span("omnicomp.build", {"graph": "g0", "empty": ""}):
         raise ValueError(f"said {SECRET}\nand more")
     (span,) = spans()

@@ -15,12 +15,9 @@ from omnicomp.lowerings.base import LoweringContext, Support
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable
 from omnicomp.lowerings.engines.canonical import called, canonical
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.lowerings.engines.openvino.bounds import overflow
-from omnicomp.lowerings.engines.openvino.executable import OpenVinoExecutable, openvino, type_of
+from omnicomp.lowerings.engines.lazy import missing_package
+from omnicomp.lowerings.engines.openvino.executable import OpenVinoExecutable, openvino, overflow, type_of
 from omnicomp.lowerings.engines.subgraph import Results, Subgraph, with_constants
-from omnicomp.lowerings.engines.versions import missing_package
-
-__all__ = ["OpenVinoEngine"]
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp._torch.autograd.decompose import decompositions_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import (
     all_of,
@@ -27,7 +27,7 @@ from omnicomp.lowerings.engines.checks import (
     same_heads,
 )
 from omnicomp.lowerings.engines.openvino.engine import OpenVinoEngine
-from omnicomp.lowerings.engines.shared_decompositions import DECOMPOSITIONS
+from omnicomp.lowerings.engines.operators import DECOMPOSITIONS
 
 aten = torch.ops.aten
 

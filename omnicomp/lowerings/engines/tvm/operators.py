@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp._torch.autograd.decompose import decompositions_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings.engines.checks import argument, first_alone, no_dropout, numeric, of_several, pads
 from omnicomp.lowerings.engines.tvm.engine import TvmEngine

@@ -20,8 +20,6 @@ from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines.xla.library import as_jax, jax, jnp, lax, precision_of
 
-__all__ = ["FORMS", "computed"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 FORMS: Final[dict[Any, Callable[..., Any]]] = {}
@@ -44,10 +42,6 @@ def _form(*targets: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def computed(module: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
     """Compute the values of a graph of these operators.
-
-    Args:
-        module: of fixed sizes.
-        inputs: arrays of the placeholders that are read.
 
     Raises:
         EngineError: there is no form of an operator, or a value does not have torch's shape.

@@ -7,8 +7,6 @@ import torch
 
 from omnicomp.lowerings.engines.lazy import Lazy
 
-__all__ = ["HIGHEST", "as_jax", "jax", "jnp", "lax", "precision_of"]
-
 jnp: Final[Any] = Lazy("jax.numpy")
 lax: Final[Any] = Lazy("jax.lax")
 

@@ -5,7 +5,7 @@ They were compared with eager on the samples of PyTorch's operator database, for
 
 from torch.fx import Node
 
-from omnicomp._torch.autograd.decompositions import decompositions_of
+from omnicomp._torch.autograd.decompose import decompositions_of
 from omnicomp.lowerings.engines.checks import argument, no_dropout, no_masks
 from omnicomp.lowerings.engines.xla.engine import XlaEngine
 

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["int8_linear_cuda"]
-
 
 @triton.jit
 def _kernel(

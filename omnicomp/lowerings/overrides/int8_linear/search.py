@@ -11,8 +11,6 @@ from omnicomp.analysis.nodes import fake_value, insert_call
 from omnicomp.lowerings.overrides.search import Ended, Found
 from omnicomp.lowerings.overrides.spellings import Linear, is_cast, kind, linear
 
-__all__ = ["search"]
-
 
 def search(module: GraphModule) -> Iterator[Found | Ended]:
     """The linear layers of a graph whose weight is int8 with a scale for each row."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from omnicomp._torch.autograd.attention import hint_of
 from omnicomp.lowerings.overrides.linear_cross_entropy import cpu
-from omnicomp.lowerings.overrides.linear_cross_entropy.chunks import by_chunks
+from omnicomp.lowerings.overrides.linear_cross_entropy.cpu import by_chunks
 from omnicomp.lowerings.overrides.linear_cross_entropy.search import search
 from omnicomp.lowerings.overrides.registry import override
 from omnicomp.timeline import Reason
@@ -26,7 +26,7 @@ from omnicomp.timeline import Reason
 __all__ = ["SOURCE_FILES", "check", "linear_cross_entropy", "memory", "reference", "rows_of_chunk"]
 
 SOURCE_FILES: Final[tuple[Path, ...]] = tuple(
-    Path(__file__).with_name(name) for name in ("__init__.py", "chunks.py", "cpu.py", "cuda.py", "search.py")
+    Path(__file__).with_name(name) for name in ("__init__.py", "cpu.py", "cuda.py", "search.py")
 )
 """The files whose content decides what the operator computes; it belongs into the key of every compile cache."""
 
@@ -238,29 +238,29 @@ def _operator(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     needs = (hidden_grad, weight_grad, bias_grad)
-    _require(hidden, weight, target, reduction, any(needs))
-    if int(((target != ignore_index) & ((target < 0) | (target >= weight.shape[0]))).sum()):
-        raise IndexError(f"a target is out of bounds: there are {weight.shape[0]} classes")
-    rows = rows_of_chunk(hidden.shape[0], "cpu")
-    return by_chunks(cpu.step, rows, hidden, weight, bias, target, ignore_index, reduction, needs)
+    return _computed(cpu.step, hidden, weight, bias, target, ignore_index, reduction, *needs)
 
 
-def _cuda(
+def _cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from omnicomp.lowerings.overrides.linear_cross_entropy.cuda import step  # needs Triton
+
+    return _computed(step, *args)
+
+
+def _computed(
+    step: cpu.Step,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     ignore_index: int,
     reduction: str,
-    hidden_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from omnicomp.lowerings.overrides.linear_cross_entropy.cuda import step  # needs Triton
-
-    needs = (hidden_grad, weight_grad, bias_grad)
     _require(hidden, weight, target, reduction, any(needs))
-    rows = rows_of_chunk(hidden.shape[0], "cuda")
+    if hidden.is_cpu and int(((target != ignore_index) & ((target < 0) | (target >= weight.shape[0]))).sum()):
+        raise IndexError(f"a target is out of bounds: there are {weight.shape[0]} classes")
+    rows = rows_of_chunk(hidden.shape[0], hidden.device.type)
     return by_chunks(step, rows, hidden, weight, bias, target, ignore_index, reduction, needs)
 
 

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["step"]
-
 _BLOCK: Final = 16384
 
 
@@ -68,7 +66,7 @@ def _kernel(
 
 
 def step(logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> Tensor:
-    """See `chunks.Step`; the gradient takes the place of the logits."""
+    """See `cpu.Step`; the gradient takes the place of the logits."""
     with torch.cuda.device(logits.device):
         _kernel[(logits.shape[0],)](
             logits,

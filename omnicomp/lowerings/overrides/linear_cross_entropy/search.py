@@ -22,8 +22,6 @@ from omnicomp.lowerings.overrides.spellings import (
     slices_rows,
 )
 
-__all__ = ["search"]
-
 
 class _End(Exception):
     """Not an error: the candidate is left as it is."""

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from omnicomp._torch.inductor import cpp
-from omnicomp.forks import new_lock
-from omnicomp.privacy import logger
-
-__all__ = ["SOURCE", "kernel"]
+from omnicomp.safety.forks import new_lock
+from omnicomp.safety.privacy import logger
 
 Kernel = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 

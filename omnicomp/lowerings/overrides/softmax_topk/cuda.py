@@ -10,8 +10,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-__all__ = ["softmax_topk_cuda"]
-
 # Elements a program holds, unless one row has more. A program is one warp, so no reduction crosses warps. Built for the
 # H100 and H200, the kernel takes 128 registers a thread at most (n = 1024), and spills none.
 _TILE: Final = 512

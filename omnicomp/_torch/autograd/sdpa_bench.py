@@ -1,0 +1,317 @@
+"""An attention timed on its device: each kernel of `scaled_dot_product_attention`, and the same unfused.
+
+Operands are random, in the shapes and strides of the attention. Times are of the device, behind work that hides the
+host's launches; both directions where gradients are wanted.
+"""
+
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import BoxedBool
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from omnicomp._torch.autograd.attention import SDPA, kernel_first
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor."""
+
+_ROUNDS: Final = 3
+_SECONDS: Final = 0.001  # of a round
+_CALLS: Final = range(2, 21)
+# Cycles in a second, at most: sleeping longer than needed only costs time.
+_CLOCK: Final = 2.0e9
+_LONGEST_SLEEP: Final = 50_000_000
+# Scores beyond this are not made for a comparison: moving them to memory and back takes longer than a fused kernel.
+_SCORES_BYTES: Final = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """An attention, by all that its time depends on.
+
+    Attributes:
+        device: where it runs.
+        dtype: of its operands.
+        query: [B, H, Q, D].
+        key: [B, Hkv, K, D].
+        value: [B, Hkv, K, Dv].
+        mask: what is added to the scores, in 4 dimensions; None if nothing is.
+        is_causal: whether keys after the query are hidden.
+        grouped: whether several query heads share one head of keys and values.
+        dropout: with what probability weights are dropped.
+        training: whether there is a backward.
+        mask_grad: whether the mask has a gradient, too.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    query: Layout
+    key: Layout
+    value: Layout
+    mask: Layout | None = None
+    is_causal: bool = False
+    grouped: bool = False
+    dropout: float = 0.0
+    training: bool = False
+    mask_grad: bool = False
+
+    @property
+    def text(self) -> str:
+        """All but the number of the device, for the key of a store."""
+        return repr(dataclasses.replace(self, device=torch.device(self.device.type)))
+
+
+def measurable(device: torch.device) -> bool:
+    """Whether work can be timed on a device now: it is one of CUDA, and no graph is being captured on it."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return not torch.cuda.is_current_stream_capturing() and not torch.are_deterministic_algorithms_enabled()
+
+
+def versions(device: torch.device) -> tuple[str, ...]:
+    """What a time depends on besides the attention: the model of the device, libraries, settings."""
+    properties = torch.cuda.get_device_properties(device)
+    model = f"{properties.name} {properties.major}.{properties.minor} {properties.multi_processor_count}"
+    libraries = (torch.__version__, str(torch.version.cuda), str(torch.backends.cudnn.version()))
+    return (model, *libraries, torch.get_float32_matmul_precision())
+
+
+class Bench:
+    """The candidates for one attention, timed one after the other; a context manager, which holds the operands."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.first = problem, 0.0
+        self._stack = contextlib.ExitStack()
+        self._operands: list[torch.Tensor] = []
+        self._mask: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+
+    def __enter__(self) -> "Bench":
+        """Make the operands.
+
+        Raises:
+            RuntimeError: the device has no room for them.
+        """
+        problem, enter = self.problem, self._stack.enter_context
+        try:
+            for context in (unset_fake_temporarily(), _disable_current_modes(), torch.inference_mode(False)):
+                enter(context)
+            enter(torch.set_grad_enabled(problem.training))
+            enter(torch.autocast("cuda", enabled=False))
+            enter(torch.cuda.device(problem.device))
+            if self._needed() > self._free():
+                raise RuntimeError("the device has no room for a second attention")
+            generator = torch.Generator(problem.device).manual_seed(0)
+            made = [
+                self._random(layout, generator, grad=problem.training)
+                for layout in (problem.query, problem.key, problem.value)
+            ]
+            self._operands = made
+            if problem.mask is not None:
+                self._mask = self._random(problem.mask, generator, grad=problem.training and problem.mask_grad)
+            if problem.training:
+                shape = (*problem.query[0][:-1], problem.value[0][-1])
+                self._gradient = torch.randn(shape, generator=generator, device=problem.device, dtype=problem.dtype)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._operands, self._mask, self._gradient = [], None, None
+        torch.cuda.empty_cache()
+        self._stack.close()
+
+    @property
+    def has_room_for_scores(self) -> bool:
+        """Whether the attention is small enough to be tried unfused."""
+        (batch, heads, queries, _), keys = self.problem.query[0], self.problem.key[0][2]
+        size = batch * heads * queries * keys * self.problem.dtype.itemsize
+        return size <= _SCORES_BYTES and 6 * size <= self._free()
+
+    def kernel(self, name: str) -> float:
+        """Milliseconds of a kernel of torch.
+
+        Raises:
+            RuntimeError: it does not take the attention.
+        """
+        problem = self.problem
+
+        def attention(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+            return SDPA(
+                query,
+                key,
+                value,
+                mask,
+                dropout_p=problem.dropout,
+                is_causal=problem.is_causal,
+                enable_gqa=problem.grouped,
+            )
+
+        with kernel_first(name, alone=True):
+            return self._timed(lambda: self._run(attention))
+
+    def unfused(self) -> float:
+        """Milliseconds of the two products and a softmax by eager's operators; only a mask with a gradient is added.
+
+        Generated code saves some passes over the scores of what eager takes; it took 0.6 to 1.3 times as long as this
+        on an H200.
+        """
+        problem = self.problem
+
+        def attention(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+            batch, heads, queries, _ = query.shape
+            together = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+            scores = torch.matmul(together, key.transpose(-2, -1))
+            if mask is not None and problem.mask_grad:
+                scores = (scores.view(batch, heads, queries, -1) + mask).view_as(scores)
+            weights = torch.softmax(scores, -1)
+            weights = F.dropout(weights, problem.dropout) if problem.dropout else weights
+            return torch.matmul(weights, value).reshape(batch, heads, queries, -1)
+
+        return self._timed(lambda: self._run(attention))
+
+    def generated(self) -> float:
+        """Milliseconds of the attention as Inductor's code, unfused.
+
+        It is compiled in a thread of its own, which knows nothing of the compilation that this is a part of.
+
+        Raises:
+            RuntimeError: it can't be compiled.
+        """
+        inputs = [tensor.detach() for tensor in self._tensors()]
+        outcome: list[Any] = []
+
+        def compile_it() -> None:
+            try:
+                with torch.cuda.device(self.problem.device):
+                    outcome.append(_compiled(self._unfused_step(), inputs))
+            except Exception as error:  # noqa: BLE001 - raised below, in the thread that asked
+                outcome.append(error)
+
+        thread = threading.Thread(target=compile_it, name="omnicomp attention")
+        thread.start()
+        thread.join()
+        (compiled,) = outcome
+        if isinstance(compiled, Exception):
+            raise RuntimeError(f"unfused code can't be compiled: {compiled}") from compiled
+        with torch.no_grad():
+            return self._timed(lambda: compiled(list(inputs)))
+
+    def _unfused_step(self) -> Callable[..., Any]:
+        problem = self.problem
+        scale = 1 / math.sqrt(problem.query[0][-1])
+
+        def attention(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+            groups = query.shape[1] // key.shape[1]
+            if groups > 1:
+                key, value = (_repeated(tensor, groups) for tensor in (key, value))
+            scores = torch.matmul(query, key.transpose(-2, -1)) * scale
+            if problem.is_causal:
+                rows, columns = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+                scores = scores.masked_fill(columns > rows[:, None], -math.inf)
+            scores = scores if mask is None else scores + mask
+            return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), value)
+
+        def step(*tensors: torch.Tensor) -> Any:
+            gradient = tensors[-1] if problem.training else None
+            leaves = list(tensors[:-1] if problem.training else tensors)
+            if gradient is None:
+                return attention(*leaves, *([] if problem.mask is not None else [None]))
+            wanted = leaves if problem.mask_grad else leaves[:3]
+            wanted = [leaf.detach().requires_grad_() for leaf in wanted]
+            given = [*wanted, *leaves[len(wanted) :]]
+            out = attention(*given, *([] if problem.mask is not None else [None]))
+            return (out, *torch.autograd.grad(out, wanted, gradient))
+
+        return step
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._operands, *(t for t in (self._mask, self._gradient) if t is not None)]
+
+    def _run(self, attention: Callable[..., torch.Tensor]) -> Any:
+        out = attention(*self._operands, self._mask)
+        if self._gradient is None:
+            return out
+        wanted = [tensor for tensor in (*self._operands, self._mask) if tensor is not None and tensor.requires_grad]
+        return torch.autograd.grad(out, wanted, self._gradient)
+
+    def _timed(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        self.first = time.perf_counter() - start
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        host = time.perf_counter() - start
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - start
+        calls = min(max(int(_SECONDS / whole), _CALLS.start), _CALLS.stop - 1)
+        found: list[float] = []
+        for _ in range(_ROUNDS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(min(int(1.5 * host * calls * _CLOCK), _LONGEST_SLEEP))
+            begin.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) / calls)
+        return min(found)
+
+    def _random(self, layout: Layout, generator: torch.Generator, *, grad: bool) -> torch.Tensor:
+        shape, strides = layout
+        made = torch.empty_strided(shape, strides, device=self.problem.device, dtype=self.problem.dtype)
+        with torch.no_grad():
+            whole = made.as_strided((_extent(layout),), (1,))
+            whole.normal_(generator=generator)
+        return made.requires_grad_(grad)
+
+    def _needed(self) -> int:
+        layouts = [self.problem.query, self.problem.key, self.problem.value]
+        layouts += [] if self.problem.mask is None else [self.problem.mask]
+        size = sum(map(_extent, layouts)) * self.problem.dtype.itemsize
+        return (8 if self.problem.training else 4) * size
+
+    def _free(self) -> int:
+        """Half of what nobody has."""
+        free, _ = torch.cuda.mem_get_info(self.problem.device)
+        idle = torch.cuda.memory_reserved(self.problem.device) - torch.cuda.memory_allocated(self.problem.device)
+        return (free + idle) // 2
+
+
+def _extent(layout: Layout) -> int:
+    """How many elements of memory a tensor spans."""
+    shape, strides = layout
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    batch, heads, *rest = tensor.shape
+    return tensor[:, :, None].expand(batch, heads, times, *rest).reshape(batch, heads * times, *rest)
+
+
+def _compiled(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """One graph of both directions as Inductor's code, without anything that joins graphs or records them."""
+    traced = make_fx(step, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    if not isinstance(outputs := traced.graph.output_node().args[0], tuple | list):
+        traced.graph.output_node().args = ((outputs,),)
+        traced.recompile()
+    fakes = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder")]
+    compiled: Any = compile_fx_inner(traced, fakes, cudagraphs=BoxedBool(False), is_inference=True)
+    return compiled

@@ -1,0 +1,365 @@
+"""Small sizes for graphs: numbers for the symbols of their shapes, and smaller numbers in place of those written there.
+
+A graph with numbers for sizes is one of a family. `Family` finds which of its numbers are products or sums of others,
+by running it on tensors without data, and writes the graph again with other numbers: the order of the numbers stays,
+and differences of at most two between neighbours. Numbers up to four stay what they are, as they are often structure.
+"""
+
+import dataclasses
+import itertools
+import math
+import operator
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from omnicomp._torch.fx import copy_module, fake_value
+from omnicomp.analysis.certify import interpret, values
+from omnicomp.analysis.certify.values import State
+from omnicomp.analysis.nodes import op_name
+
+_SMALL: Final = (2, 3, 4, 5, 6, 7)
+STRUCTURE: Final = 4
+_META: Final = torch.device("meta")
+_NO_SIZE: Final = 1 << 31
+
+
+def placeholders(module: GraphModule) -> list[Node]:
+    """The placeholders of a graph."""
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def symbols_of(module: GraphModule) -> list[Any]:
+    """The symbols in the shapes of the placeholders, in order."""
+    found: dict[Any, None] = {}
+    for node in placeholders(module):
+        value = fake_value(node)
+        numbers = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+        for each in numbers:
+            if isinstance(each, torch.SymInt):
+                for symbol in sorted(each.node.expr.free_symbols, key=str):
+                    found[symbol] = None
+    return list(found)
+
+
+def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[Any, int]]:
+    """Different small numbers for the symbols that the guards of the shape environment allow; at most `count`."""
+    symbols = symbols_of(module)
+    if not symbols:
+        yield {}
+        return
+    environment = _environment(module)
+    draw = random.Random(seed)
+    seen: set[tuple[int, ...]] = set()
+    for attempt in range(100):
+        numbers: dict[Any, int] = {}
+        pool = list(_SMALL)
+        draw.shuffle(pool)
+        for index, symbol in enumerate(symbols):
+            low, high = _range(environment, symbol)
+            choice = pool[index % len(pool)] if attempt % 3 < 2 else draw.choice(_SMALL)
+            choice = max(choice, low) + (draw.randrange(3) if low > _SMALL[-1] else 0)
+            numbers[symbol] = min(choice, high)
+        key = tuple(numbers.values())
+        if key in seen or not _allowed(environment, numbers):
+            continue
+        seen.add(key)
+        yield numbers
+        if len(seen) == count:
+            return
+
+
+def _environment(module: GraphModule) -> Any:
+    for node in placeholders(module):
+        value = fake_value(node)
+        numbers = [*value.shape] if isinstance(value, torch.Tensor) else [value]
+        for each in numbers:
+            if isinstance(each, torch.SymInt):
+                return each.node.shape_env
+    return None
+
+
+def _range(environment: Any, symbol: Any) -> tuple[int, int]:
+    bounds = environment.var_to_range.get(symbol) if environment is not None else None
+    if bounds is None:
+        return 2, 64
+    low, high = (2 if bounds.lower < -(1 << 30) else int(bounds.lower)), 1 << 30
+    high = int(bounds.upper) if bounds.upper < high else high
+    return max(low, 1), high
+
+
+def _allowed(environment: Any, numbers: Mapping[Any, int]) -> bool:
+    return all(guard.expr.xreplace(numbers) != sympy.false for guard in getattr(environment, "guards", ()))
+
+
+def number(value: Any, numbers: Mapping[Any, int]) -> Any:
+    """A size with numbers for its symbols."""
+    if isinstance(value, torch.SymInt):
+        return int(value.node.expr.xreplace(numbers))
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return type(value.node.hint)(value.node.expr.xreplace(numbers))
+    return value
+
+
+# ---- graphs with numbers for sizes
+
+_RESHAPING: Final = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsafe_view")
+_SIZED: Final = frozenset(
+    (
+        *_RESHAPING,
+        "expand", "repeat", "arange", "ones", "zeros", "full", "empty", "slice", "narrow", "split", "split_with_sizes",
+        "getitem", "new_zeros", "new_ones", "new_full", "new_empty", "iota", "index_select", "broadcast_to",
+        "tensor_split", "setitem", "linspace", "eye", "_reshape_alias", "tril_indices", "layer_norm",
+        "native_layer_norm", "rms_norm", "_fused_rms_norm",
+    )
+)  # fmt: skip
+"""Operators whose integers are sizes or positions."""
+
+_COMPARING: Final = frozenset(
+    ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "rsub", "tril", "triu", "clamp", "clamp_max", "iadd", "isub")
+)
+"""Operators on integers and truth values whose numbers are positions."""
+
+
+def base_name(node: Node) -> str:
+    """The name of an operator without namespace and overload."""
+    name = op_name(node)
+    parts = name.split(".")
+    if name.startswith(("aten.", "prims.")):
+        return parts[1]
+    return parts[-1]
+
+
+@dataclasses.dataclass
+class Family:
+    """The numbers of two graphs, and how they depend on each other.
+
+    Attributes:
+        before: the first graph.
+        after: the second.
+        numbers: values for the symbols.
+    """
+
+    before: GraphModule
+    after: GraphModule
+    numbers: Mapping[Any, int]
+    found: set[int] = dataclasses.field(default_factory=set)
+    products: dict[int, list[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    sums: dict[int, list[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    literal: set[Node] = dataclasses.field(default_factory=set)
+    scales: dict[Node, float] = dataclasses.field(default_factory=dict)
+    elements: int = 0
+
+    def learn(self) -> None:
+        """Run both graphs on tensors without data, and collect their numbers.
+
+        Raises:
+            Unsupported: a graph can't be run so.
+        """
+        for node in placeholders(self.before):
+            value = fake_value(node)
+            if isinstance(value, torch.Tensor):
+                self.found.update(size for size in value.shape if not isinstance(size, torch.SymInt))
+        for module in (self.before, self.after):
+            inputs = [empty(fake_value(node), self.numbers) for node in placeholders(self.before)]
+            with values.running(State(device=_META, watch=self._watch)), _META:
+                interpret.run(module, inputs)
+        self.found = {each for each in self.found if each > STRUCTURE}
+
+    def _watch(self, node: Node, args: Any, kwargs: Any, result: Any) -> None:
+        name = base_name(node)
+        operands = [each for each in _flat((args, kwargs)) if isinstance(each, torch.Tensor)]
+        for each in _flat(result):
+            if isinstance(each, torch.Tensor):
+                self.elements += each.numel()
+        integers = bool(operands) and not any(each.is_floating_point() for each in operands)
+        if name in _SIZED or (name in _COMPARING and (integers or name in ("tril", "triu"))):
+            self.literal.add(node)
+            numbers = [abs(each) for each in _flat((args, kwargs)) if type(each) is int]
+            self.found.update(each for each in numbers if each < _NO_SIZE)
+        if name in _RESHAPING and operands and isinstance(result, torch.Tensor):
+            for whole, parts in _groups(operands[0].shape, result.shape):
+                self.products.setdefault(whole, []).append(parts)
+        if name in ("cat", "concat", "concatenate") and isinstance(result, torch.Tensor):
+            dims = [dim for dim in range(result.ndim) if result.shape[dim] != operands[0].shape[dim]]
+            for dim in dims:
+                parts = tuple(each.shape[dim] for each in operands)
+                self.sums.setdefault(result.shape[dim], []).append(parts)
+        if name in ("split", "chunk", "unbind", "split_with_sizes", "tensor_split") and isinstance(
+            result, (tuple, list)
+        ):
+            for dim in range(operands[0].ndim if name != "unbind" else 0):
+                parts = tuple(each.shape[dim] for each in result)
+                if sum(parts) == operands[0].shape[dim] and len(parts) > 1:
+                    self.sums.setdefault(operands[0].shape[dim], []).append(parts)
+        if "scaled_dot_product" in name and "backward" not in name:
+            query, key = operands[0], operands[1]
+            if kwargs.get("scale") is None:
+                self.scales[node] = 1 / math.sqrt(query.shape[-1])
+            heads, shared = query.shape[-3:-2], key.shape[-3:-2]
+            if heads and heads != shared:
+                self.products.setdefault(heads[0], []).append((shared[0], heads[0] // shared[0]))
+
+    def smaller(self, keep: int, start: int) -> Mapping[int, int] | None:
+        """Other numbers for those of the graphs, or None if what they are made of does not allow it.
+
+        Args:
+            keep: numbers up to this stay.
+            start: the smallest new number.
+        """
+        made: dict[int, int] = {}
+        known = sorted(self.found)
+        fresh = itertools.count(start)
+        anchors: list[int] = []
+        for each in known:
+            if each <= keep:
+                made[each] = each
+                continue
+            near = next((other for other in reversed(anchors) if each - other <= 2 and other > 2 * STRUCTURE), None)
+            parts = self._parts(each, made)
+            if parts is not None:
+                made[each] = parts
+            elif near is not None:
+                made[each] = made[near] + each - near
+            else:
+                made[each] = max(
+                    next(fresh), *(v + 1 for k, v in made.items() if k < each and not self._composite(k)), 0
+                )
+            anchors.append(each)
+        return made if all(self._holds(each, made) for each in known) else None
+
+    def _composite(self, whole: int) -> bool:
+        return whole in self.products or whole in self.sums
+
+    def _parts(self, whole: int, made: Mapping[int, int]) -> int | None:
+        for table, join in ((self.products, math.prod), (self.sums, sum)):
+            for parts in table.get(whole, ()):
+                if all(part in made or part <= STRUCTURE for part in parts):
+                    return join(made.get(part, part) for part in parts)
+        return None
+
+    def _holds(self, whole: int, made: Mapping[int, int]) -> bool:
+        return all(
+            join(made.get(part, part) for part in parts) == made[whole]
+            for table, join in ((self.products, math.prod), (self.sums, sum))
+            for parts in table.get(whole, ())
+            if all(part in made or part <= STRUCTURE for part in parts)
+        )
+
+    def resized(self, module: GraphModule, made: Mapping[int, int]) -> GraphModule:
+        """A graph with other numbers; scales that attention takes from its sizes stay what they were."""
+        copy = copy_module(module)
+
+        def other(value: Any) -> Any:
+            if type(value) is int:
+                return made.get(value, value) if value >= 0 else -made.get(-value, -value)
+            return value
+
+        def rewrite(olds: GraphModule, news: GraphModule) -> None:
+            for old, new in zip(olds.graph.nodes, news.graph.nodes, strict=True):
+                if old in self.literal:
+                    new.args = _mapped(new.args, other)
+                    new.kwargs = _mapped(new.kwargs, other)
+                if old in self.scales:
+                    new.kwargs = {**new.kwargs, "scale": self.scales[old]}
+                if old.op == "get_attr":
+                    inner = operator.attrgetter(old.target)(olds)
+                    if isinstance(inner, GraphModule):
+                        rewrite(inner, operator.attrgetter(new.target)(news))
+
+        rewrite(module, copy)
+        return copy
+
+
+def traced(modules: Sequence[GraphModule], wanted: Sequence[Any]) -> tuple[list[Any], int]:
+    """The shapes of the outputs of graphs for inputs as `inputs.shapes` has them, and the elements of all results."""
+    shapes: list[Any] = []
+    elements = 0
+
+    def count(node: Node, args: Any, kwargs: Any, result: Any) -> None:
+        nonlocal elements
+        elements += sum(each.numel() for each in _flat(result) if isinstance(each, torch.Tensor))
+
+    for module in modules:
+        inputs = [
+            torch.empty_strided(each[1], each[2], dtype=each[3], device=_META) if isinstance(each, tuple) else each
+            for each in wanted
+        ]
+        with values.running(State(device=_META, watch=count)), _META:
+            outputs = interpret.run(module, inputs)
+        shapes.append([tuple(each.shape) if isinstance(each, torch.Tensor) else each for each in outputs])
+    return shapes, elements
+
+
+def empty(value: Any, numbers: Mapping[Any, int], made: Mapping[int, int] | None = None) -> Any:
+    """A tensor without data of the shape of a fake one; other values as numbers."""
+    if not isinstance(value, torch.Tensor):
+        return number(value, numbers)
+    shape, stride = layout(value, numbers, made or {})
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=_META)
+
+
+def layout(
+    value: torch.Tensor, numbers: Mapping[Any, int], made: Mapping[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and dense strides of the same order for a placeholder, with other numbers."""
+    shape = tuple(number(s, numbers) if isinstance(s, torch.SymInt) else made.get(s, s) for s in value.shape)
+    old = [number(stride, numbers) for stride in value.stride()]
+    order = sorted(range(len(shape)), key=lambda dim: (-old[dim], dim))
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return shape, tuple(stride)
+
+
+def _groups(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Which sizes a reshape makes of several, or several of one."""
+    i = j = 0
+    while i < len(a) and j < len(b):
+        left, right = [a[i]], [b[j]]
+        x, y = a[i], b[j]
+        i, j = i + 1, j + 1
+        while x != y:
+            if x < y and i < len(a):
+                left.append(a[i])
+                x *= a[i]
+                i += 1
+            elif y < x and j < len(b):
+                right.append(b[j])
+                y *= b[j]
+                j += 1
+            else:
+                return
+        left, right = ([size for size in side if size != 1] for side in (left, right))
+        if len(left) == 1 and len(right) > 1:
+            yield left[0], tuple(right)
+        elif len(right) == 1 and len(left) > 1:
+            yield right[0], tuple(left)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _flat(each)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop)
+    else:
+        yield value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(each, function) for each in value])
+    if isinstance(value, dict):
+        return {key: _mapped(each, function) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(_mapped(value.start, function), _mapped(value.stop, function), value.step)
+    return function(value)

@@ -1,0 +1,328 @@
+"""Certificates for what passes change: each part that changed is checked by what knows nothing of the pass.
+
+`changes` cuts the parts out, `shrink` makes their sizes small, `omnicomp.analysis.certify` compares. A certificate is
+kept by the structure of the part, beside both graphs, so that the layers of a model are one check, and a warm start is
+none. The key holds the version of the package, so that an edited pass or checker begins anew.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.fx import describe, fake_mode
+from omnicomp._torch.inductor.store import JsonStore
+from omnicomp._torch.inductor.versions import keeps_caches
+from omnicomp._torch.symbols import environment_text
+from omnicomp.analysis import certify
+from omnicomp.analysis.nodes import fake_value, module_path, source_line
+from omnicomp.errors import PassError, first_line
+from omnicomp.options.digest import package_digest
+from omnicomp.passes import assumptions as masks
+from omnicomp.passes.changes import Change, UncutError, changes
+from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, load_graph
+from omnicomp.passes.shrink import Shrunk, shrunk
+from omnicomp.timeline import Certified, Event, Rewrite
+
+CACHE: Final = "certificates"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A certificate as it is kept.
+
+    Attributes:
+        certificate: what was found.
+        before: the graph as it was, as data; None where it can't be kept.
+        after: the graph as it is, likewise.
+        inputs: names of the inputs, which the assumptions go by.
+    """
+
+    certificate: certify.Certificate
+    before: Plain
+    after: Plain
+    inputs: tuple[str, ...] = ()
+
+
+def _dump(kept: Kept) -> Plain:
+    return {**vars(kept), "certificate": kept.certificate.to_json(), "inputs": list(kept.inputs)}
+
+
+def _load(data: Plain) -> Kept:
+    found = certify.Certificate.from_json(data["certificate"])
+    return Kept(certificate=found, before=data["before"], after=data["after"], inputs=tuple(data["inputs"]))
+
+
+STORE: Final = JsonStore[Kept](CACHE, _dump, _load, files=2048)
+
+
+class NotCertifiedError(PassError):
+    """What a pass made of a graph computes something else.
+
+    Attributes:
+        event: what was found.
+    """
+
+    def __init__(self, event: Certified) -> None:
+        super().__init__(f"what it made at {event.node} computes something else: {event.sentence}")
+        self.event = event
+
+
+def certified(
+    name: str,
+    claims: Sequence[certify.Assumption],
+    before: GraphModule,
+    after: GraphModule,
+    *,
+    graph: str,
+    assumed: Iterable[masks.Assumption] = (),
+    known: dict[str, certify.Certificate],
+    always: bool = False,
+) -> list[Certified]:
+    """Check all that a pass changed in a graph.
+
+    Args:
+        name: of the pass.
+        claims: what its rewrites rest on.
+        before: a copy of the graph as it was.
+        after: the graph as it is.
+        graph: id of the graph.
+        assumed: what passes assumed of the classes of masks.
+        known: certificates of this compilation by key; extended.
+        always: whether to check what earlier compilations have checked.
+
+    Raises:
+        NotCertifiedError: a part computes something else.
+    """
+    rests = [*claims, *_of_masks(assumed)]
+    unsaid = [item.sentence for item in assumed if not _said(item)]
+    found: list[Certified] = []
+    try:
+        for change in changes(before, after):
+            made = _certified(name, change, rests, unsaid, known, always)
+            event = dataclasses.replace(made, graph=graph)
+            found.append(event)
+            if event.verdict == certify.REFUTED:
+                raise NotCertifiedError(event)
+    except UncutError as error:
+        found.append(Certified(graph=graph, name=name, node="", verdict=certify.ASSUMED, sentence=str(error)))
+    return found
+
+
+def _certified(
+    name: str,
+    change: Change,
+    claims: Sequence[certify.Assumption],
+    unsaid: Sequence[str],
+    known: dict[str, certify.Certificate],
+    always: bool,
+) -> Certified:
+    """The certificate of a change, from the smallest cut that holds."""
+    at: Change | None = change
+    result: Certified | None = None
+    while at is not None:
+        event = _of_cut(name, at, claims, known, always)
+        if result is None or result.verdict in (certify.REFUTED, certify.ASSUMED):
+            result = dataclasses.replace(event, seconds=event.seconds + (0.0 if result is None else result.seconds))
+        if result.verdict not in (certify.REFUTED, certify.ASSUMED):
+            break
+        at = at.wider()
+    assert result is not None
+    if result.verdict == certify.REFUTED and unsaid:
+        # What the masks are assumed to be is checked at each call, and can't be told to the checker.
+        told = "; ".join(unsaid)
+        return dataclasses.replace(result, verdict=certify.ASSUMED, sentence=f"equal only where {told}")
+    return result
+
+
+def _of_cut(
+    name: str, change: Change, claims: Sequence[certify.Assumption], known: dict[str, certify.Certificate], always: bool
+) -> Certified:
+    inputs = [node.name for node in change.before.graph.find_nodes(op="placeholder")]
+    own = tuple(each for each in claims if not each.subject or each.subject in inputs)
+    event = Certified(
+        graph="",
+        name=name,
+        node=change.at.name,
+        source=source_line(change.at),
+        module=module_path(change.at),
+        nodes=change.nodes,
+    )
+    key = _key(change, own)
+    kept = known.get(key) or (None if always or not key else _read(key))
+    if kept is not None:
+        known[key] = kept
+        return dataclasses.replace(event, **_told(kept), key=key, kept=True)
+    small = shrunk(change)
+    if small is None:
+        return dataclasses.replace(event, verdict=certify.ASSUMED, sentence="its values are too many to be compared")
+    try:
+        rests = (*own, *_of_sizes(small))
+        found = certify.check(small.before, small.after, assumptions=rests, bound=_bound(own))
+    except Exception as error:  # noqa: BLE001 - becomes the sentence of the event
+        sentence = f"the check failed: {first_line(error)}"
+        return dataclasses.replace(event, verdict=certify.ASSUMED, sentence=sentence)
+    if key:
+        known[key] = found
+    if key and keeps_caches():
+        before, after = _data(small.before, small.after) or (None, None)
+        STORE.write(key, Kept(certificate=found, before=before, after=after, inputs=tuple(inputs)))
+    return dataclasses.replace(event, **_told(found), key=key, seconds=found.seconds)
+
+
+def _bound(claims: Iterable[certify.Assumption]) -> float | None:
+    """The error that a claim allows; None if it is eager's own."""
+    return next((float(each.detail) for each in claims if each.kind == certify.ROUNDING and each.detail), None)
+
+
+def _read(key: str) -> certify.Certificate | None:
+    if not keeps_caches():
+        return None
+    kept, _ = STORE.read(key)
+    return None if kept is None else kept.certificate
+
+
+def _told(found: certify.Certificate) -> dict[str, Any]:
+    """The fields of an event."""
+    return {
+        "verdict": found.verdict,
+        "sentence": found.reason,
+        "methods": tuple(each.name for each in found.methods if each.holds),
+        "assumptions": tuple(
+            " ".join(filter(None, (each.kind, each.subject, each.detail))) for each in found.assumptions
+        ),
+        "differences": tuple(f"{each.kind}: {each.detail}" for each in found.differences),
+        "probability": found.probability or 0.0,
+    }
+
+
+def _of_sizes(small: Shrunk) -> tuple[certify.Assumption, ...]:
+    if not small.sizes:
+        return ()
+    sizes = ", ".join(f"{image} for {size}" for size, image in small.sizes.items())
+    return (certify.Assumption(certify.SIZES, detail=sizes),)
+
+
+def _said(item: masks.Assumption) -> bool:
+    """Whether the checker has a word for what is assumed of a mask."""
+    return item.holds is not None and item.holds.kind in ("full", "causal")
+
+
+def _of_masks(assumed: Iterable[masks.Assumption]) -> list[certify.Assumption]:
+    """What is assumed of masks that are inputs, for the checker."""
+    return [
+        certify.Assumption(certify.MASK_CLASS, subject=name, detail=item.holds.kind)
+        for item in assumed
+        if item.holds is not None and _said(item)
+        for name in item.inputs
+    ]
+
+
+def _data(*sides: GraphModule) -> list[Plain] | None:
+    """Graphs as data, with names that do not depend on where they were; None if they can't be data."""
+    try:
+        return [_normal(side) for side in sides]
+    except (UnkeptError, ValueError):
+        return None
+
+
+def _normal(module: GraphModule) -> Plain:
+    data = dump_graph(module, described=("placeholder",))
+    names = {node[0]: f"v{index}" for index, node in enumerate(data["nodes"])}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(each) for each in value]
+        if isinstance(value, dict):
+            return {k: names[v] if k == "node" else renamed(v) for k, v in value.items()}
+        return value
+
+    nodes = [
+        [names[name], op, names[name] if op == "placeholder" else target, renamed(args), renamed(kwargs), value]
+        for name, op, target, args, kwargs, value in data["nodes"]
+    ]
+    return {**data, "nodes": nodes}
+
+
+def _key(change: Change, claims: Sequence[certify.Assumption]) -> str:
+    """A hash of all that a certificate depends on; empty if that can't be told."""
+    places = {node.name: place for place, node in enumerate(change.before.graph.find_nodes(op="placeholder"))}
+    rests = [(each.kind, places.get(each.subject, -1), each.detail) for each in claims]
+    try:
+        told: Any = _data(change.before, change.after) or [_text(change.before), _text(change.after)]
+    except UnkeptError:
+        return ""
+    parts = [package_digest(), torch.__version__, rests, told]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _text(module: GraphModule) -> list[str]:
+    """A graph that is no data, such as one with symbolic sizes, as text.
+
+    Raises:
+        UnkeptError: it holds something.
+    """
+    places = {node: f"v{place}" for place, node in enumerate(module.graph.nodes)}
+    lines: list[str] = []
+    symbolic: dict[str, Any] = {}
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise UnkeptError(f"it holds {node.target}")
+        called = map_arg((node.args, node.kwargs), places.__getitem__)
+        leaves = tree_leaves(fake_value(node))
+        sizes = [size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+        symbolic.update((str(size), size) for size in sizes if isinstance(size, torch.SymInt))
+        target = "" if node.op == "placeholder" else str(node.target)
+        lines.append(f"{node.op} {target} {called!r} {[_described(leaf) for leaf in leaves]}")
+    return lines + [environment_text(size) for size in list(symbolic.values())[:1]]
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)} {tuple(leaf.stride())} {leaf.device}"
+    return str(leaf)
+
+
+def with_verdicts(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events of a pipeline, in which each rewrite has the verdict of its certificate."""
+    events = tuple(events)
+    verdicts: dict[tuple[str, str], str] = {}
+    for event in events:
+        if isinstance(event, Certified):
+            verdicts.update(dict.fromkeys(((event.name, node) for node in (event.node, *event.nodes)), event.verdict))
+    if not verdicts:
+        return events
+    return tuple(
+        dataclasses.replace(event, verdict=verdicts.get((event.name, event.node), ""))
+        if isinstance(event, Rewrite) and not event.kept
+        else event
+        for event in events
+    )
+
+
+def again(key: str) -> tuple[certify.Certificate, certify.Certificate | None]:
+    """The certificate that is kept under a key, and what a check of the kept graphs finds now; None without graphs.
+
+    Raises:
+        LookupError: nothing is kept under the key.
+    """
+    kept, wrong = STORE.read(key)
+    if kept is None:
+        raise LookupError(wrong or "it is not kept any more")
+    if kept.before is None or kept.after is None:
+        return kept.certificate, None
+    sides: list[GraphModule] = []
+    for data in (kept.before, kept.after):
+        mode = fake_mode()
+        side = load_graph(data, mode.from_tensor(torch.empty(0)))
+        describe(side, [fake_value(node) for node in side.graph.find_nodes(op="placeholder")])
+        sides.append(side)
+    names = {name: f"v{place}" for place, name in enumerate(kept.inputs)}
+    claims = [dataclasses.replace(each, subject=names.get(each.subject, "")) for each in kept.certificate.assumptions]
+    return kept.certificate, certify.check(sides[0], sides[1], assumptions=claims, bound=_bound(claims))

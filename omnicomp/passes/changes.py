@@ -1,0 +1,281 @@
+"""What a pass changed in a graph, as pairs of small graphs that claim to compute the same.
+
+A graph before and after a pass are compared by the names of their nodes. A node that stayed, and reads something else
+than before, claims that both are equal. What computes each of the two is cut out up to the nodes that stayed, which
+become inputs of both small graphs. A cut is as small as it can be; `wider` moves it up, first to where values come from
+costly operators, and then to the graph's own inputs, for claims that hold because of how an input of the small graphs
+was made.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from omnicomp.analysis.nodes import fake_value
+from omnicomp.passes.assumptions import is_cheap
+from omnicomp.passes.attention.nodes import is_pure, mutates
+
+_MOST_CONSTANT_BYTES: Final = 2**20
+_MOST_WHOLE: Final = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A part of a graph before and after a pass.
+
+    Attributes:
+        before: it as it was.
+        after: it as it is, with the same placeholders and as many outputs.
+        at: the node of the new graph that stands for it.
+        nodes: names of the nodes that the pass put there.
+        whole: whether it is the whole graph, because of what is written to in it.
+        wider: the same part, cut farther up; None if it can't be.
+    """
+
+    before: GraphModule
+    after: GraphModule
+    at: Node
+    nodes: tuple[str, ...] = ()
+    whole: bool = False
+    wider: Callable[[], "Change | None"] = lambda: None
+
+
+class UncutError(Exception):
+    """Why a change can't be cut out of its graph."""
+
+
+def changes(before: GraphModule, after: GraphModule) -> Iterator[Change]:
+    """The parts of a graph that a pass changed; parts that share nothing but what they read are apart.
+
+    Where a part draws random numbers, writes to memory, or reads memory that is written to, the graphs are compared as
+    a whole.
+
+    Args:
+        before: a copy of the graph as it was, with the same names of nodes.
+        after: the graph as it is.
+
+    Raises:
+        UncutError: it can't be cut, and the graph is too large to be compared as a whole.
+    """
+    comparison = _Comparison(before, after)
+    if not comparison.changed:
+        return
+    obstacle = comparison.obstacle()
+    if obstacle is not None:
+        if len(after.graph.nodes) > _MOST_WHOLE:
+            raise UncutError(f"{obstacle.name} writes to memory or draws random numbers, and the graph is large")
+        nodes = tuple(node.name for node in after.graph.nodes if node in comparison.new.inside)
+        yield Change(before=before, after=after, at=comparison.first, nodes=nodes, whole=True)
+        return
+    for pair in comparison.pairs():
+        yield comparison.cut(pair)
+
+
+class _Side:
+    """One of the two graphs."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        self.nodes: dict[str, Node] = {node.name: node for node in module.graph.nodes}
+        self.places: dict[str, int] = {name: place for place, name in enumerate(self.nodes)}
+        self.inside: set[Node] = set()
+
+    def slice_of(self, ends: Iterable[Node], extend: Callable[[Node], bool]) -> set[Node]:
+        """What computes nodes, as far as it changed or `extend` says."""
+        found: set[Node] = set()
+        stack = list(ends)
+        while stack:
+            node = stack.pop()
+            if node in found or not (node in self.inside or self.drawn_in(node) or extend(node)):
+                continue
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+        return found
+
+    def drawn_in(self, node: Node) -> bool:
+        """Whether a node that stayed is a part of each side all the same: a size, or a small constant."""
+        if node.op == "get_attr":
+            value = _attribute(self.module, str(node.target))
+            if not isinstance(value, torch.Tensor):
+                return True
+            return value.layout is torch.strided and value.numel() * value.element_size() <= _MOST_CONSTANT_BYTES
+        if not node.op.startswith("call_"):
+            return False
+        # Sizes, and tuples, which no graph takes.
+        return not isinstance(fake_value(node), torch.Tensor)
+
+
+class _Comparison:
+    """Two graphs, node by node."""
+
+    def __init__(self, before: GraphModule, after: GraphModule) -> None:
+        self.old, self.new = _Side(before), _Side(after)
+        old, new = self.old.nodes, self.new.nodes
+        self.common = [name for name in new if name in old]
+        self._claims: dict[tuple[str, str], str] = {}
+        self.old.inside = {node for name, node in old.items() if name not in new}
+        self.new.inside = {node for name, node in new.items() if name not in old}
+        for name in self.common:
+            claims = _claimed(old[name], new[name])
+            if claims is None and new[name].op == "output":
+                raise UncutError("the pass changed how many values the graph returns")
+            if claims is None:  # another operator of the same name
+                self.old.inside.add(old[name])
+                self.new.inside.add(new[name])
+                continue
+            for left, right in claims:
+                if left != right:
+                    self._claims.setdefault((left, right), name)
+        replaced = {node.name for node in self.new.inside} & {node.name for node in self.old.inside}
+        for name in self.common:
+            for read in new[name].all_input_nodes:
+                if read.name in replaced and new[name] not in self.new.inside:
+                    self._claims.setdefault((read.name, read.name), name)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything did."""
+        return bool(self.old.inside or self.new.inside or self._claims)
+
+    @property
+    def first(self) -> Node:
+        """A node that stands for what changed."""
+        inside = [node for node in self.new.nodes.values() if node in self.new.inside]
+        users = [self.new.nodes[user] for user in self._claims.values()]
+        return next(iter([*inside, *users]), next(iter(self.new.nodes.values())))
+
+    def obstacle(self) -> Node | None:
+        """A node for which a part of the graph can't be told from the rest; None if there is none."""
+        touched = [*self.old.inside, *self.new.inside]
+        for node in touched:
+            if _is_call(node) and not is_pure(node):
+                return node
+        read = {each for node in touched for each in (node, *node.all_input_nodes)}
+        memory = {place for node in read for place in _memory(node)}
+        places = [self.new.places[node.name] for node in self.new.inside]
+        for name in self.common:
+            node = self.new.nodes[name]
+            if not _is_call(node) or not mutates(node):
+                continue
+            written = {place for each in node.all_input_nodes for place in _memory(each)}
+            # One without operands switches a mode.
+            between = places and min(places) < self.new.places[name] < max(places)
+            if written & memory or (not written and between):
+                return node
+        return None
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """The values that are claimed to be equal, old and new, in the order of the graph."""
+        return sorted(self._claims, key=lambda pair: self.new.places[pair[1]])
+
+    def cut(self, pair: tuple[str, str], level: int = 0) -> Change:
+        """The part that computes a pair of values."""
+        ends = [self.old.nodes[pair[0]]], [self.new.nodes[pair[1]]]
+        farther = (lambda _: False, self._cheap, _is_call)[level]
+        slices = [side.slice_of(end, farther) for side, end in zip((self.old, self.new), ends, strict=True)]
+        names: dict[str, None] = {}
+        for inside, end in zip(slices, ends, strict=True):
+            for node in [*inside, *end]:
+                if node not in inside:
+                    names.setdefault(node.name)
+                for read in node.all_input_nodes if node in inside else ():
+                    if read not in inside:
+                        names.setdefault(read.name)
+        missing = [name for name in names if name not in self.old.nodes or name not in self.new.nodes]
+        if missing:
+            raise UncutError(f"{missing[0]} is read by one side, and is not in the other graph")
+        inputs = sorted(names, key=self.new.places.__getitem__)
+        made = [
+            _module(side, inputs, inside, end)
+            for side, inside, end in zip((self.old, self.new), slices, ends, strict=True)
+        ]
+        return Change(
+            before=made[0],
+            after=made[1],
+            at=ends[1][0] if ends[1][0] in self.new.inside else self.new.nodes[self._claims[pair]],
+            nodes=tuple(node.name for node in self.new.module.graph.nodes if node in slices[1] & self.new.inside),
+            wider=lambda: self._wider(pair, inputs, level + 1),
+        )
+
+    def _wider(self, pair: tuple[str, str], inputs: Sequence[str], level: int) -> Change | None:
+        nodes = [self.new.nodes[name] for name in inputs]
+        if level == 1 and not any(map(self._cheap, nodes)):
+            level = 2
+        if level > 2 or not any(map(_is_call, nodes)):
+            return None
+        return self.cut(pair, level)
+
+    def _cheap(self, node: Node) -> bool:
+        """Whether a node that stayed is one that masks, positions and views are made by."""
+        return is_cheap(node) and node.name in self.old.nodes and node.name in self.new.nodes
+
+
+def _is_call(node: Node) -> bool:
+    return node.op.startswith("call_")
+
+
+def _claimed(old: Node, new: Node) -> list[tuple[str, str]] | None:
+    """The values that two nodes of one name read at the same places; None if they differ in more than that."""
+    if old.op != new.op or old.target != new.target:
+        return None
+    left, right = ((_bare(node.args), _bare(node.kwargs)) for node in (old, new))
+    if left != right:
+        return None
+    return [(a.name, b.name) for a, b in zip(_read(old), _read(new), strict=True)]
+
+
+def _memory(node: Node) -> Iterator[int]:
+    """The memory of the tensors that a node returns."""
+    for leaf in tree_leaves(fake_value(node)):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()._cdata
+
+
+def _bare(value: Any) -> str:
+    return repr(map_arg(value, lambda _: None))
+
+
+def _read(node: Node) -> list[Node]:
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _attribute(module: GraphModule, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _module(side: _Side, inputs: Sequence[str], inside: set[Node], ends: Sequence[Node]) -> GraphModule:
+    """The graph of a slice."""
+    graph = torch.fx.Graph()
+    values: dict[Node, Node] = {}
+    for name in inputs:
+        node = side.nodes[name]
+        made = graph.create_node("placeholder", name, name=name)
+        made.meta.update(_described(node))
+        values[node] = made
+    held: dict[str, Any] = {}
+    for node in side.module.graph.nodes:
+        if node in inside:
+            made = graph.node_copy(node, values.__getitem__)
+            made.meta = {**_described(node)}
+            values[node] = made
+            if node.op in ("get_attr", "call_module"):
+                held[str(node.target)] = _attribute(side.module, str(node.target))
+    graph.output(tuple(values[end] for end in ends))
+    return GraphModule(held, graph)
+
+
+_KEPT: Final = ("example_value", "val")
+
+
+def _described(node: Node) -> Mapping[str, Any]:
+    return {key: node.meta[key] for key in _KEPT if key in node.meta}

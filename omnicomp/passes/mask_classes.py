@@ -1,0 +1,220 @@
+"""The class of an attention mask by its values: which keys each query sees, found by reductions on the device.
+
+A mask that is an input says nothing until it is looked at. `statistics` reduces it to a few integers, which one copy
+brings to the host for any number of masks; `classified` says which class they are of; `is_of` asks for one class only,
+which costs less.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+_FAR: Final = 2**40
+_MOST_KEPT: Final = 2**24
+_STRONG: Final = frozenset(("full", "causal", "band", "prefix"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskClass:
+    """What a mask is, for the sizes that it has.
+
+    | kind | a query q sees a key k if |
+    |---|---|
+    | `full` | always |
+    | `causal` | `k <= q` |
+    | `band` | `q - left <= k <= q + right`; a side that is None is open |
+    | `prefix` | `k <= q + right` or `k < length` |
+    | `first` | data says so; each query sees the first key |
+    | `rows` | data says so; each query sees a key |
+    | `general` | data says so |
+
+    Attributes:
+        kind: one of the above.
+        left: see above.
+        right: see above.
+        length: see above.
+    """
+
+    kind: str
+    left: int | None = None
+    right: int | None = None
+    length: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "band":
+            left, right = self.left, self.right
+            if left is None:
+                return f"causal, offset {right}"
+            if right == 0:
+                return f"sliding window of {left + 1}"
+            return f"window of {left} before" + (f" and {right} after" if right is not None else "")
+        if self.kind == "prefix":
+            return f"prefix of {self.length}"
+        return {"first": "the first key is seen", "rows": "no row is empty"}.get(self.kind, self.kind)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the class says all of the mask, so that nothing need be read of it."""
+        return self.kind in _STRONG
+
+    def among(self, accepted: frozenset[str]) -> "MaskClass":
+        """The most that can be said in classes of the accepted kinds."""
+        kinds = [self.kind]
+        if self.kind in ("full", "causal", "prefix") or (self.kind == "band" and self.left is None):
+            kinds.append("first")
+        if self.kind != "general":
+            kinds.append("rows")
+        kind = next((kind for kind in kinds if kind in accepted), "general")
+        return self if kind == self.kind else MaskClass(kind=kind)
+
+
+GENERAL: Final = MaskClass(kind="general")
+
+
+def _four(visible: torch.Tensor) -> torch.Tensor:
+    """The mask as numbers of 8 bits, without what is only repeated."""
+    for dim, (size, stride) in enumerate(zip(visible.shape[:-1], visible.stride()[:-1], strict=True)):
+        if stride == 0 and size > 1 and dim < visible.dim() - 2:
+            visible = visible.narrow(dim, 0, 1)
+    return visible.view(torch.uint8)
+
+
+def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """Numbers that tell the class of a mask.
+
+    Args:
+        visible: a bool tensor (batch, heads, queries, keys) of the keys that each query sees; a size that does not
+            matter may be 1.
+        other: a bool of no dimensions: whether the mask does more to scores than hiding them; None if it does not.
+
+    Returns:
+        An int64 tensor of one dimension, for `classified`.
+    """
+    mask = _four(visible)
+    queries, keys = mask.shape[-2:]
+    if mask.numel() == 0:
+        return torch.zeros(4, dtype=torch.int64, device=mask.device)
+    other = mask.new_zeros(()) if other is None else other
+    count = mask.sum(-1, dtype=torch.int32)
+    if queries == 1:
+        return torch.stack(
+            [n.to(torch.int64) for n in (count.min(), mask[..., 0].amin(), other, count.new_full((), keys))]
+        )
+    first = mask.argmax(-1)
+    changes = mask[..., 1:].bitwise_xor(mask[..., :-1]).sum(-1, dtype=torch.int32)
+    # A run of keys is entered and left once, at the edges as well.
+    runs = changes + mask[..., 0] + mask[..., -1]
+    count, first, runs = (item.reshape(-1, queries) for item in (count, first, runs))
+    last = first + count - 1
+    same = (first == first[:1]) & (last == last[:1]) & (runs == 2)
+    start, end, query = first[0], last[0], torch.arange(queries, device=mask.device)
+    inner, cut = end < keys - 1, start > 0
+    shortest = end.min()
+    above = inner & (end > shortest)
+    least = (
+        count.min(),
+        mask[..., 0].amin(),
+        same.all(),
+        torch.where(inner, end - query, _FAR).min(),
+        torch.where(inner, end - query, -_FAR).max(),
+        torch.where(inner, _FAR, query).min(),
+        torch.where(cut, query - start, _FAR).min(),
+        torch.where(cut, query - start, -_FAR).max(),
+        torch.where(cut, -_FAR, query).max(),
+        shortest,
+        torch.where(above, end - query, _FAR).min(),
+        torch.where(above, end - query, -_FAR).max(),
+        torch.where(end == shortest, query, -_FAR).max(),
+        other,
+    )
+    sizes = torch.full((1,), keys, dtype=torch.int64, device=mask.device)
+    return torch.cat([torch.stack([item.to(torch.int64) for item in least]), sizes])
+
+
+def classified(numbers: Sequence[int]) -> MaskClass:
+    """The class of a mask, from its `statistics`."""
+    fewest, sees_first, *bands, other, keys = numbers
+    if fewest <= 0:
+        return GENERAL
+    weak = MaskClass(kind="first" if sees_first else "rows")
+    if other:
+        return weak
+    if fewest == keys:
+        return MaskClass(kind="full")
+    if not bands or not bands[0]:
+        return weak
+    right, most_right, end, left, most_left, start, shortest, offset, most_offset, plateau = bands[1:]
+    has_right, has_left = right != _FAR, left != _FAR
+    bounded = not has_left or (left == most_left and start <= left)
+    if bounded and (not has_right or (right == most_right and end + right >= keys - 1)):
+        if not has_left and right == 0:
+            return MaskClass(kind="causal")
+        return MaskClass(kind="band", left=left if has_left else None, right=right if has_right else None)
+    if has_left or offset != most_offset or plateau + offset > shortest or end + offset < keys - 1:
+        return weak
+    return MaskClass(kind="prefix", right=offset, length=shortest + 1)
+
+
+def is_of(visible: torch.Tensor, other: torch.Tensor | None, wanted: MaskClass) -> torch.Tensor:
+    """Whether a mask is of a class that says all of it, as a bool of no dimensions."""
+    mask = _four(visible)
+    queries, keys = mask.shape[-2:]
+    if mask.numel() == 0:
+        return torch.zeros((), dtype=torch.bool, device=mask.device)
+    if wanted.kind == "full":
+        holds = mask.amin().bool()
+        return holds if other is None else holds & ~other
+    device = mask.device
+    # The pattern costs more than the comparison on a CPU, whose memory is large.
+    make = _kept_pattern if device.type == "cpu" and queries * keys <= _MOST_KEPT else _pattern
+    expected = make(queries, keys, wanted, device)
+    differs = mask.bitwise_xor(expected).amax().bool()
+    return ~(differs if other is None else differs | other)
+
+
+def _pattern(queries: int, keys: int, wanted: MaskClass, device: torch.device) -> torch.Tensor:
+    made = torch.ones(queries, keys, dtype=torch.uint8, device=device)
+    if wanted.kind != "band" or wanted.right is not None:
+        made = made.tril(wanted.right or 0)
+    if wanted.left is not None:
+        made = made.triu(-wanted.left)
+    if wanted.length is not None:
+        made[:, : wanted.length] = 1
+    return made
+
+
+_kept_pattern = functools.lru_cache(maxsize=4)(_pattern)
+
+
+def usual_name(visible: torch.Tensor) -> str:
+    """A name for people of a mask that only data tells: `right padding`, `causal and left padding`, `documents`."""
+    mask = _four(visible)
+    queries, keys = mask.shape[-2:]
+    if mask.numel() == 0:
+        return ""
+    count = mask.sum(-1, dtype=torch.int32)
+    runs = mask[..., 1:].bitwise_xor(mask[..., :-1]).sum(-1, dtype=torch.int32) + mask[..., 0] + mask[..., -1]
+    first, count, runs = (item.reshape(-1, queries) for item in (mask.argmax(-1), count, runs))
+    seen, last = count > 0, first + count - 1
+    if not bool(((runs == 2) | ~seen).all()) or not bool(seen.any()):
+        return ""
+    q = torch.arange(queries, device=mask.device).expand_as(first)
+    start, end = (torch.where(seen, item, far) for item, far in ((first, keys), (last, -1)))
+    low, high = start.amin(-1, keepdim=True), end.amax(-1, keepdim=True)
+    whole = bool(seen.all())
+    shape = {
+        "right padding": (first == 0) & (last == high) & seen,
+        "left padding": (first == low) & (last == keys - 1) & seen,
+        "padding": (first == low) & (last == high),
+        "causal and right padding": (first == 0) & (last == torch.minimum(q, high)) & seen,
+        "causal and left padding": (first == low) & (last == q) | ~seen & (q < low),
+        "causal and padding": (first == low) & (last == torch.minimum(q, high)) | ~seen & (q < low),
+    }
+    if whole and queries == keys:
+        same = first.gather(1, first) == first
+        shape["documents"] = same & (last.gather(1, first) == last)
+        shape["causal documents"] = same & (last == q)
+    return next((name for name, holds in shape.items() if bool(holds.all())), "")

@@ -1,0 +1,264 @@
+"""Rewrites of attention and its like, right ones and wrong ones, over finite fields."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from omnicomp.analysis import certify
+from omnicomp.analysis.certify import Assumption, Certificate, check
+
+Function = Callable[..., Any]
+
+
+def graph(function: Function, inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """The graph of a function before autograd, with all that it makes."""
+    mode = FakeTensorMode()
+    with torch.no_grad(), mode:
+        return make_fx(function, pre_dispatch=True)(*[mode.from_tensor(each, static_shapes=True) for each in inputs])
+
+
+def compared(
+    before: Function, after: Function, *inputs: torch.Tensor, assume: Sequence[Assumption] = ()
+) -> Certificate:
+    """The certificate of a rewrite of one function to another."""
+    return check(graph(before, inputs), graph(after, inputs), assumptions=assume)
+
+
+HEADS = [torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5, 8)]
+SCALE = 1 / math.sqrt(8)
+INF = float("inf")
+
+
+def eager(q: Any, k: Any, v: Any) -> Any:
+    """Attention as it is written by hand."""
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), -1) @ v
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    """The same with a causal mask of minus infinity."""
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    return torch.softmax((q @ k.transpose(-1, -2) * SCALE).masked_fill(~seen, -INF), -1) @ v
+
+
+def shifted(q: Any, k: Any, v: Any) -> Any:
+    """With the maximum subtracted, and the division after the product."""
+    scores = q @ k.transpose(-1, -2) * SCALE
+    e = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+def scores(q: Any, k: Any) -> Any:
+    """Scaled products."""
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def bottom_right(q: Any, k: Any, v: Any) -> Any:
+    """Causal, with the last query at the last key."""
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+    return torch.softmax(scores(q, k).masked_fill(~seen, -INF), -1) @ v
+
+
+def window(width: int, *, first: int = 0, grouped: bool = True) -> Function:
+    """Attention to a number of keys that end `first` keys before the query."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        ago = torch.arange(2048)[:, None] - torch.arange(2048)[None]
+        if not grouped:
+            k, v = k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=(ago >= first) & (ago < width), enable_gqa=grouped)
+
+    return attend
+
+
+def grouped_window(q: Any, k: Any, v: Any) -> Any:
+    """The same as transformers spells it, in a large size."""
+    k, v = (x[:, :, None].expand(2, 8, 4, 2048, 128).reshape(2, 32, 2048, 128) for x in (k, v))
+    ago = torch.arange(2048)[:, None] - torch.arange(2048)[None]
+    weights = torch.softmax(scores(q, k).masked_fill((ago < 0) | (ago >= 512), -INF).float(), -1)
+    return weights.to(q.dtype) @ v
+
+
+def filled(times: float) -> Function:
+    """A fill of -1e9, and a factor behind it."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return torch.softmax(scores(q, k).masked_fill(hidden, -1e9) * times, -1) @ v
+
+    return attend
+
+
+def written(first: int, second: int) -> Function:
+    """Two writes to one row."""
+
+    def write(x: Any, y: Any) -> Any:
+        x = x.clone()
+        x[0] = y[first]
+        x[0] = y[second]
+        return x
+
+    return write
+
+
+def online(q: Any, k: Any, v: Any) -> Any:
+    """Two blocks of keys, whose sums are added."""
+    parts = [(torch.exp(scores(q, k[:, :, keys])), v[:, :, keys]) for keys in (slice(2), slice(2, None))]
+    return sum(e @ x for e, x in parts) / sum(e.sum(-1, keepdim=True) for e, _ in parts)
+
+
+def powers_of_two(q: Any, k: Any, v: Any) -> Any:
+    """A softmax of powers of two."""
+    e = torch.exp2(q @ k.mT * (SCALE * math.log2(math.e)))
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+def zeros_for_hidden(q: Any, k: Any, v: Any) -> Any:
+    """A mask whose fill does not hide."""
+    return torch.softmax(scores(q, k).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), 0.0), -1) @ v
+
+
+def sdpa(**options: Any) -> Function:
+    """torch's own attention."""
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def stacked(attend: Function) -> Function:
+    """Two layers of attention."""
+    return lambda q, k, v: attend(attend(q, k, v), k, v)
+
+
+LONGER = [HEADS[0], torch.zeros(2, 4, 7, 8), torch.zeros(2, 4, 7, 8)]
+GROUPED = [HEADS[0], torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8)]
+LARGE = [torch.zeros(2, 32, 1, 128).expand(2, 32, 2048, 128), *2 * [torch.zeros(2, 8, 1, 128).expand(2, 8, 2048, 128)]]
+SQUARE = [torch.zeros(6, 6), torch.zeros(6, 6)]
+HALF = [torch.zeros(6, 6, dtype=torch.bfloat16)]
+
+RIGHT: list[tuple[str, Function, Function, list[torch.Tensor]]] = [
+    ("sdpa", eager, sdpa(), HEADS),
+    ("shift", eager, shifted, HEADS),
+    ("scale in q", eager, lambda q, k, v: torch.softmax((q * SCALE) @ k.mT, -1) @ v, HEADS),
+    ("root of the scale", eager, lambda q, k, v: torch.softmax((q * SCALE**0.5) @ (k * SCALE**0.5).mT, -1) @ v, HEADS),
+    ("powers of two", eager, powers_of_two, HEADS),
+    ("blocks of keys", eager, online, HEADS),
+    ("two layers", stacked(eager), stacked(shifted), HEADS),
+    ("causal", causal, sdpa(is_causal=True), HEADS),
+    ("window of grouped heads", grouped_window, window(512), LARGE),
+    ("dropout", lambda q, k, v: F.dropout(scores(q, k).softmax(-1), 0.1) @ v, sdpa(dropout_p=0.1), HEADS),
+    ("a - b + b", lambda a, b, c: a * c, lambda a, b, c: (a - b + b) * c, HEADS),
+    ("softmax", lambda a, b, c: a.exp() / a.exp().sum(-1, keepdim=True), lambda a, b, c: a.softmax(-1), HEADS),
+    ("reassociated", lambda a, b, c: (a @ b.mT) @ c, lambda a, b, c: a @ (b.mT @ c), HEADS),
+    ("log-sum-exp", lambda a, b, c: (a - a.logsumexp(-1, True)).exp(), lambda a, b, c: a.softmax(-1), HEADS),
+    (
+        "norm",
+        lambda x, y: F.rms_norm(x, (6,), None, 1e-6),
+        lambda x, y: x / (x.pow(2).mean(-1, True) + 1e-6) ** 0.5,
+        SQUARE,
+    ),
+    (
+        "merged projections",
+        lambda x, a, b: (x @ a.t(), x @ b.t()),
+        lambda x, a, b: torch.tensor_split(x @ torch.cat([a, b]).t(), [3], -1),
+        [torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(5, 4)],
+    ),
+]
+
+WRONG: list[tuple[str, Function, Function, list[torch.Tensor]]] = [
+    ("forgotten scale", eager, sdpa(scale=1.0), HEADS),
+    ("forgotten mask", causal, sdpa(), HEADS),
+    ("mask too many", eager, sdpa(is_causal=True), HEADS),
+    ("alignment", bottom_right, sdpa(is_causal=True), LONGER),
+    ("narrow window", grouped_window, window(511), LARGE),
+    ("late window", grouped_window, window(512, first=1), LARGE),
+    ("tiled heads", grouped_window, window(512, grouped=False), LARGE),
+    ("grouping", lambda q, k, v: eager(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), sdpa(enable_gqa=True), GROUPED),
+    ("fill of zero", zeros_for_hidden, sdpa(is_causal=True), HEADS),
+    ("mask behind", lambda q, k, v: scores(q, k).softmax(-1).tril() @ v, sdpa(is_causal=True), HEADS),
+    ("lost dropout", lambda q, k, v: F.dropout(scores(q, k).softmax(-1), 0.1) @ v, sdpa(), HEADS),
+    ("rarer dropout", lambda q, k, v: F.dropout(scores(q, k).softmax(-1), 0.1) @ v, sdpa(dropout_p=0.2), HEADS),
+    ("operands", eager, lambda q, k, v: F.scaled_dot_product_attention(k, q, v), HEADS),
+    ("difference", lambda a, b, c: a - b, lambda a, b, c: b - a, HEADS),
+    ("dimension", lambda a, b: a.softmax(-1) @ b, lambda a, b: a.softmax(-2) @ b, SQUARE),
+    ("transposed", lambda a, b: a @ b, lambda a, b: a @ b.t(), SQUARE),
+    ("order of writes", written(0, 1), written(1, 0), SQUARE),
+    ("lost write", lambda a, b: a.add_(b) * 2, lambda a, b: (a + b) * 2, SQUARE),
+    ("constant", lambda a, b, c: a + 1e-5, lambda a, b, c: a + 1e-6, HEADS),
+    ("ties", lambda a, b: (a > b).float(), lambda a, b: (a >= b).float(), SQUARE),
+    ("integers", lambda a, b: a.int().float(), lambda a, b: a * 1.0, SQUARE),
+    ("dtype", lambda x: x.float() * 2, lambda x: x * 2, HALF),
+    ("rounding", lambda x: (x.float() - x.float().mean(-1, True)).bfloat16(), lambda x: x - x.mean(-1, True), HALF),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "inputs"), [case[1:] for case in RIGHT], ids=[case[0] for case in RIGHT])
+def test_right_rewrites_are_proved(before: Function, after: Function, inputs: list[torch.Tensor]) -> None:
+    """Identities of sums, products, quotients and exponentials are identities of the fields."""
+    found = compared(before, after, *inputs)
+    assert found.verdict in (certify.PROVED, certify.PROVED_FOR_SIZES), found
+    assert found.probability is not None
+    assert found.probability <= -40
+
+
+@pytest.mark.parametrize(("before", "after", "inputs"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_wrong_rewrites_are_refuted(before: Function, after: Function, inputs: list[torch.Tensor]) -> None:
+    """What differs, differs for random residues, and the certificate has a witness."""
+    found = compared(before, after, *inputs)
+    assert found.verdict == certify.REFUTED, found
+    assert found.witness is not None
+    assert found.witness.sizes or found.witness.method == "effects"
+
+
+def test_a_fill_hides_where_that_is_assumed_and_nothing_makes_it_small() -> None:
+    """The rule that a fill hides whatever follows is refuted by what follows."""
+    hides = [Assumption(certify.FILL_HIDES)]
+    right = compared(filled(1.0), sdpa(is_causal=True), *HEADS, assume=hides)
+    assert right.verdict == certify.PROVED
+    assert compared(filled(1.0), sdpa(is_causal=True), *HEADS).verdict == certify.TESTED
+    wrong = compared(filled(1e-9), sdpa(is_causal=True, scale=1e-9 * SCALE), *HEADS, assume=hides)
+    assert wrong.verdict == certify.REFUTED
+
+
+def test_masks_are_of_the_class_that_is_assumed() -> None:
+    """A mask is full, or causal, for the check alone."""
+
+    def masked(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def without(causal: bool) -> Function:
+        return lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    assert compared(masked, without(False), *HEADS, mask).verdict == certify.REFUTED
+    for kind, causal in (("full", False), ("causal", True), ("causal", False)):
+        assumed = [Assumption(certify.MASK_CLASS, "mask_1", kind)]
+        found = compared(masked, without(causal), *HEADS, mask, assume=assumed)
+        assert (found.verdict == certify.PROVED) == (causal == (kind == "causal")), found
+
+
+def test_rows_that_are_empty_are_named() -> None:
+    """Eager gives NaN there, and torch's own attention zeros; an assumption covers it."""
+
+    def by_hand(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return torch.softmax(scores(q, k).masked_fill(~mask, -INF), -1) @ v
+
+    def fused(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    found = compared(by_hand, fused, *HEADS, mask)
+    assert found.verdict == certify.PROVED
+    assert [each.kind for each in found.open] == [certify.NO_EMPTY_ROW]
+    assert not compared(by_hand, fused, *HEADS, mask, assume=[Assumption(certify.NO_EMPTY_ROW)]).open
+
+
+def test_certificates_go_through_json() -> None:
+    """What is written is read back equal."""
+    for after in (shifted, causal):
+        found = compared(eager, after, *HEADS, assume=[Assumption(certify.NO_EMPTY_ROW)])
+        assert Certificate.from_json(found.to_json()) == found

@@ -1,0 +1,138 @@
+import dataclasses
+import operator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import omnicomp
+from omnicomp import timeline
+from omnicomp.analysis import certify
+from omnicomp.analysis.nodes import insert_call
+from omnicomp.passes import Pass, PassContext, PassResult
+from omnicomp.timeline import Certified
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling(Pass):
+    """Products with a number become sums of two, which is right for 2 alone."""
+
+    name: ClassVar[str] = "doubling"
+    factor: int = 2
+
+    def applies(self, module, context: PassContext) -> bool:
+        return True
+
+    def run(self, module, context: PassContext) -> PassResult:
+        found = [
+            n for n in module.graph.find_nodes(op="call_function", target=operator.mul) if n.args[1] == self.factor
+        ]
+        for node in found:
+            new = insert_call(node, torch.add, (node.args[0], node.args[0]))
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+            context.rewrite(self.name, "sum", new, target="add")
+        return PassResult(module, bool(found))
+
+
+def function(x):
+    return ((x.exp() * 2).sin() * 2).cos() * 3
+
+
+def compiled(x: torch.Tensor, certify: str = "new", **fields: int) -> torch.Tensor:
+    torch.compiler.reset()
+    options = {"lowerings": ["eager"], "certify": certify, "passes": [Doubling(**fields)]}
+    return torch.compile(function, backend="omni", options=options)(x)
+
+
+def certified() -> list[Certified]:
+    return [event for event in timeline.events() if isinstance(event, Certified)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
+
+
+def test_a_right_rewrite_has_a_verdict_beside_it_and_equal_places_are_checked_once():
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(x), function(x))
+    verdicts = {certify.PROVED, certify.PROVED_FOR_SIZES}
+    assert [(event.verdict in verdicts, event.kept) for event in certified()] == [(True, False), (True, True)]
+    (graph,) = omnicomp.audit().graphs
+    assert {site.verdict for site in graph.rewrites} <= verdicts
+    assert len(graph.certificates) == 2
+    assert "proved" in omnicomp.audit().to_text()
+
+
+def test_a_wrong_rewrite_is_not_made():
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(x, factor=3), function(x))
+    (event,) = certified()
+    assert (event.name, event.verdict) == ("doubling", certify.REFUTED)
+    (graph,) = omnicomp.audit().graphs
+    assert not graph.rewrites
+    (retreat,) = graph.retreats
+    assert (retreat.reason.code, retreat.reason.by) == ("not_certified", "doubling")
+
+
+def test_the_next_compilation_checks_nothing(monkeypatch: pytest.MonkeyPatch):
+    x = torch.randn(4)
+    compiled(x)
+    timeline.clear()
+    monkeypatch.setattr(certify, "check", None)
+    compiled(x)
+    assert [event.kept for event in certified()] == [True, True]
+
+
+def test_always_checks_again(monkeypatch: pytest.MonkeyPatch):
+    calls: list[None] = []
+    check = certify.check
+    monkeypatch.setattr(certify, "check", lambda *args, **kwargs: calls.append(None) or check(*args, **kwargs))
+    for _ in range(2):
+        compiled(torch.randn(4), certify="always")
+    assert len(calls) == 2
+
+
+def test_off_is_the_default():
+    torch.compile(function, backend="omni", options={"lowerings": ["eager"], "passes": [Doubling()]})(torch.randn(4))
+    assert not certified()
+
+
+def test_a_check_that_fails_costs_the_verdict_alone(monkeypatch: pytest.MonkeyPatch):
+    def check(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(certify, "check", check)
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(x), function(x))
+    assert {(event.verdict, event.sentence) for event in certified()} == {
+        (certify.ASSUMED, "the check failed: RuntimeError: no")
+    }
+
+
+def test_attention_of_symbolic_sizes_is_proved_for_all():
+    def attention(q, k, v):
+        return (q @ k.transpose(-2, -1) / 8**0.5).softmax(-1) @ v
+
+    torch.compiler.reset()
+    options = {"lowerings": ["eager"], "certify": "new"}
+    x = torch.randn(2, 4, 6, 8)
+    torch.compile(attention, backend="omni", dynamic=True, options=options)(x, x, x)
+    (event,) = certified()
+    assert (event.name, event.verdict) == ("attention_fusion", certify.PROVED)
+    assert event.probability < -40
+
+
+def test_attention_with_a_mask_as_input_is_not_refuted():
+    def attention(q, k, v, mask):
+        scores = (q @ k.transpose(-2, -1) / 8**0.5).masked_fill(mask, torch.finfo(torch.float32).min)
+        return scores.softmax(-1) @ v
+
+    x, mask = torch.randn(2, 4, 6, 8), torch.ones(6, 6, dtype=torch.bool).triu(1)
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="omni", options={"lowerings": ["eager"], "certify": "new"})
+    torch.testing.assert_close(compiled(x, x, x, mask), attention(x, x, x, mask))
+    assert certified()
+    assert certify.REFUTED not in {event.verdict for event in certified()}

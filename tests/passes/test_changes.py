@@ -1,0 +1,128 @@
+import operator
+
+import pytest
+import torch
+from torch.fx import GraphModule, symbolic_trace
+
+from omnicomp._torch.fx import copy_module, describe
+from omnicomp.analysis.nodes import insert_call
+from omnicomp.passes.changes import Change, UncutError, changes
+
+
+def graphs(function, *inputs: torch.Tensor) -> tuple[GraphModule, GraphModule]:
+    """A graph with fake values, and a copy of it to be changed."""
+    module = symbolic_trace(function)
+    describe(module, inputs)
+    return module, copy_module(module)
+
+
+def doubled(module: GraphModule) -> None:
+    """Products with 2 become sums."""
+    for node in list(module.graph.find_nodes(op="call_function", target=operator.mul)):
+        if node.args[1] == 2:
+            node.replace_all_uses_with(insert_call(node, torch.add, (node.args[0], node.args[0])))
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def inputs_of(change: Change) -> list[str]:
+    names = [[node.name for node in side.graph.find_nodes(op="placeholder")] for side in (change.before, change.after)]
+    assert names[0] == names[1]
+    return names[0]
+
+
+def same(change: Change) -> bool:
+    values = [
+        torch.randn(node.meta["example_value"].shape) for node in change.before.graph.find_nodes(op="placeholder")
+    ]
+    return all(map(torch.equal, change.before(*values), change.after(*values)))
+
+
+def test_nothing_changed_is_no_change():
+    before, after = graphs(lambda x: (x * 2).sin(), torch.ones(3))
+    assert not list(changes(before, after))
+
+
+def test_each_place_is_a_change_of_its_own_with_what_it_reads():
+    before, after = graphs(lambda x: ((x.exp() * 2).sin() * 2).cos(), torch.ones(3))
+    doubled(after)
+    found = list(changes(before, after))
+    assert [inputs_of(change) for change in found] == [["exp"], ["sin"]]
+    assert all(map(same, found))
+    assert [len(change.before.graph.nodes) for change in found] == [3, 3]
+
+
+def test_what_a_node_reads_elsewhere_now_is_claimed_to_be_equal():
+    before, after = graphs(lambda x: x.sin() + x.cos(), torch.ones(3))
+    nodes = {node.name: node for node in after.graph.nodes}
+    nodes["add"].replace_input_with(nodes["cos"], nodes["sin"])
+    (change,) = changes(before, after)
+    assert inputs_of(change) == ["sin", "cos"]
+    assert not same(change)
+    wide = change.wider()
+    assert wide is not None
+    assert inputs_of(wide) == ["x"]
+    assert wide.wider() is None
+
+
+def test_another_operator_of_the_same_name_is_a_change():
+    before, after = graphs(lambda x: torch.sin(x) + 1, torch.ones(3))
+    (node,) = after.graph.find_nodes(op="call_function", target=torch.sin)
+    node.target = torch.cos
+    after.recompile()
+    (change,) = changes(before, after)
+    assert inputs_of(change) == ["x"]
+    assert not same(change)
+
+
+def test_tuples_are_no_inputs():
+    def function(x):
+        left, right = torch.unbind(x)
+        return (left * 2) + right
+
+    before, after = graphs(function, torch.ones(2, 3))
+    doubled(after)
+    (change,) = changes(before, after)
+    assert inputs_of(change) == ["getitem"]
+
+
+def test_a_change_beside_a_write_to_what_it_reads_is_the_whole_graph():
+    def function(x):
+        y = x * 2
+        x.add_(1)
+        return y
+
+    before, after = graphs(function, torch.ones(3))
+    doubled(after)
+    (change,) = changes(before, after)
+    assert change.whole
+    assert change.before is before
+
+
+def test_a_write_to_other_memory_is_no_obstacle():
+    def function(x, y):
+        z = x * 2
+        y.add_(1)
+        return z
+
+    before, after = graphs(function, torch.ones(3), torch.ones(3))
+    doubled(after)
+    (change,) = changes(before, after)
+    assert not change.whole
+
+
+def test_random_draws_are_compared_with_all_that_is_drawn():
+    before, after = graphs(lambda x: torch.rand_like(x) * 2, torch.ones(3))
+    (node,) = after.graph.find_nodes(op="call_function", target=torch.rand_like)
+    node.replace_all_uses_with(insert_call(node, torch.randn_like, node.args))
+    after.graph.erase_node(node)
+    (change,) = changes(before, after)
+    assert change.whole
+
+
+def test_another_number_of_outputs_is_not_cut():
+    before, after = graphs(lambda x: (x.sin(), x.cos()), torch.ones(3))
+    output = next(iter(reversed(after.graph.nodes)))
+    output.args = (output.args[0][:1],)
+    with pytest.raises(UncutError, match="how many values"):
+        list(changes(before, after))
