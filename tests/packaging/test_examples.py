@@ -225,8 +225,9 @@ def execute(command: Command, placed: dict[str, str], folder: Path) -> subproces
     if first in ("omnicomp", "pytest", "pip"):
         first, words = "python", ["-m", first, *words]
     assert first == "python", f"how is {first} run? mark it with <!-- not run: reason -->"
-    # What was installed is found by a process that was started since.
-    return python(*words, folder=folder, environment=environment, fresh=site.exists() or "pytest" in words)
+    # What was installed is found by a process that was started since; pip refuses imports in a process that has torch.
+    alone = site.exists() or "pytest" in words or "pip" in words
+    return python(*words, folder=folder, environment=environment, fresh=alone)
 
 
 def here(folder: Path, path: str) -> Path:
