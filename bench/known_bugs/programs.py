@@ -27,7 +27,7 @@ class Bug:
         issue: its number at pytorch/pytorch.
         program: what shows it.
         affected: versions that the report names.
-        closed: whether the issue was closed when it was looked up.
+        closed: whether the issue was closed when it was looked up; None where only other texts name it.
         exact: whether results have to be equal in each bit; the fault is a rounding that eager does and code does not.
         strides: whether the fault is in the strides.
         device: where it was seen, if not on a CPU.
@@ -37,7 +37,7 @@ class Bug:
     issue: int
     program: Callable[[Compile], Any]
     affected: str
-    closed: bool
+    closed: bool | None
     exact: bool
     strides: bool
     device: str
@@ -56,7 +56,7 @@ def bug(
     issue: int,
     affected: str,
     *,
-    closed: bool = True,
+    closed: bool | None = True,
     exact: bool = False,
     strides: bool = False,
     device: str = "",
@@ -407,7 +407,7 @@ def write_to_expanded(compile: Compile) -> Any:
     return f(torch.tensor(1))
 
 
-@bug(174371, "2.10")
+@bug(174371, "2.10", closed=None)
 def write_to_overlapping_strides(compile: Compile) -> Any:
     """A write to a view that overlaps itself writes each element once."""
 
@@ -544,7 +544,7 @@ def shift_by_width(compile: Compile) -> Any:
     return f(torch.tensor(1000), torch.tensor(64))
 
 
-@bug(143555, "2.6 nightly")
+@bug(143555, "2.6 nightly", closed=None)
 def shift_right_by_width(compile: Compile) -> Any:
     """A shift to the right by the width of the number is no shift at all."""
 
@@ -1066,7 +1066,7 @@ def attention_of_other_scale(compile: Compile) -> Any:
     return f(*(_seeded(2, 2, 6, 8, seed=seed) for seed in range(3)), mask)
 
 
-@bug(151098, "2.7")
+@bug(151098, "2.7", closed=None)
 def attention_scaled_twice(compile: Compile) -> Any:
     """Attention whose scale is a number in the graph gets another one."""
 
@@ -1306,7 +1306,7 @@ def index_select_negative(compile: Compile) -> Any:
     return f(_seeded(5, 10))
 
 
-@bug(102064, "2.1 nightly")
+@bug(102064, "2.1 nightly", closed=None)
 def index_from_end(compile: Compile) -> Any:
     """A negative index reads in front of the memory."""
 

@@ -52,11 +52,12 @@ def _summary(bugs: Sequence[Bug], version: str, rows: Sequence[dict[str, Any]]) 
     rest = [row for row in wrong if row["issue"] not in exact]
     planted = [row["planted"] for row in rows if _took(row)]
     there = {row["issue"] for row in rows}
-    closed = sum(known.closed for known in bugs if known.issue in there)
+    closed = sum(known.closed is True for known in bugs if known.issue in there)
     return [
         f"## torch {version}",
         "",
-        f"- {len(rows)} programs, {closed} of closed issues. Inductor has {len(rows) - len(wrong)} right today.",
+        f"- {len(rows)} programs, {closed} of issues seen to be closed. "
+        f"Inductor has {len(rows) - len(wrong)} right today.",
         f"- Of the {len(rest)} others, omni as it is has {_right(rest, 'omni')} right, and with verification "
         f"{_right(rest, 'verify')}.",
         f"- {len(rounding)} more differ from eager by a rounding that eager makes and Inductor does not: that is no "
@@ -77,7 +78,7 @@ def _took(row: dict[str, Any]) -> bool:
 
 
 def _issue(known: Bug) -> str:
-    state = "" if known.closed else ", open"
+    state = {True: "", False: ", open", None: ", state unknown"}[known.closed]
     return f"[{known.issue}](https://github.com/pytorch/pytorch/issues/{known.issue}){state}"
 
 

@@ -87,12 +87,13 @@ def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.sin(y) * 2 + y.relu()
 
 
-def test_a_body_is_traced_once() -> None:
-    def run(x: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor]:
-        for weight in all:
-            x = layer(x, weight)
-        return (x,)
+def run(x: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor]:
+    for weight in all:
+        x = layer(x, weight)
+    return (x,)
 
+
+def test_a_body_is_traced_once() -> None:
     few, many = same(run, torch.randn(4, 8), *weights(4)), same(run, torch.randn(4, 8), *weights(12))
     assert list(few.calls.values()) == [4]
     assert list(many.calls.values()) == [12]
@@ -253,11 +254,6 @@ def test_another_graph_of_the_same_names_is_traced_by_itself() -> None:
 
 @pytest.mark.parametrize("options", [{"cpp_wrapper": True}, {"max_autotune": True}, {"freezing": True}])
 def test_options_that_leave_a_graph_whole(options: dict[str, Any]) -> None:
-    def run(x: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for weight in all:
-            x = layer(x, weight)
-        return (x,)
-
     seen = Seen(inlined=True, options=options)
     with torch.no_grad():
         torch.compile(run, backend=seen)(torch.randn(4, 8), *weights(5))
@@ -307,11 +303,6 @@ def test_random_programs(seed: int) -> None:
 
 
 def test_a_compiled_model_says_what_is_called() -> None:
-    def run(x: torch.Tensor, *all: torch.Tensor) -> torch.Tensor:
-        for weight in all:
-            x = layer(x, weight)
-        return x
-
     inputs = torch.randn(4, 8), *weights(5)
     with torch.no_grad():
         result = torch.compile(run, backend="omni")(*inputs)
@@ -326,11 +317,6 @@ def test_a_graph_that_can_not_be_traced_with_calls_is_built_whole(monkeypatch: p
         raise RuntimeError("no calls")
 
     monkeypatch.setattr(autograd, "call_regions", fails)
-
-    def run(x: torch.Tensor, *all: torch.Tensor) -> torch.Tensor:
-        for weight in all:
-            x = layer(x, weight)
-        return x
 
     inputs = torch.randn(4, 8), *weights(4)
     with torch.no_grad():
