@@ -254,9 +254,9 @@ class Policy:
     certify: str = option(
         "off",
         choice("off", "new", "always"),
-        '`"new"`: what each pass changed is checked by what knows nothing of the pass, and a pass that is refuted is '
-        "left out; certificates are kept by the structure of the change, so that equal layers are one check, and a "
-        'warm start is none. `"always"` checks in each compilation. See [audit.md](audit.md#certificates)',
+        '`"new"`: what each pass changed is checked by what knows nothing of the pass, and a place that is refuted '
+        "becomes what it was; certificates are kept by the structure of the change, so that equal layers are one "
+        'check, and a warm start is none. `"always"` checks in each compilation. See [audit.md](audit.md#certificates)',
         in_digest=False,
         variable="OMNICOMP_CERTIFY",
     )

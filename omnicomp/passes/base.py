@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.dynamo.late_compile import hinted, is_fake
 from omnicomp._torch.fx import Effects, copy_module, describe, effects, traced_again
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
+from omnicomp.analysis.certify import REFUTED, Certificate
 from omnicomp.analysis.certify import Assumption as Claim
-from omnicomp.analysis.certify import Certificate
 from omnicomp.analysis.nodes import all_nodes, fake_value, module_path, op_name, source_line, submodules
 from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
@@ -437,10 +437,10 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
 
 
 def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassContext) -> None:
-    """Check what a pass changed.
+    """Check what a pass changed; what computes something else is taken back.
 
     Raises:
-        NotCertifiedError: it computes something else.
+        NotCertifiedError: that can't be told from the rest.
     """
     found = certified(
         item.name,
@@ -452,6 +452,9 @@ def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassCon
         known=context.certificates,
         always=context.certify == "always",
     )
+    refuted = {node for event in found if event.verdict == REFUTED for node in (event.node, *event.nodes)}
+    told = [each for each in context.timeline.events() if isinstance(each, Rewrite) and each.name == item.name]
+    context.rewrites[item.name] -= sum(each.node in refuted for each in told)
     for event in found:
         context.timeline.append(event)
 

@@ -8,7 +8,7 @@ none. The key holds the version of the package, so that an edited pass or checke
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,7 @@ from omnicomp.passes import assumptions as masks
 from omnicomp.passes.changes import Change, UncutError, changes
 from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, load_graph
 from omnicomp.passes.shrink import Shrunk, shrunk
-from omnicomp.timeline import Certified, Event, Rewrite
+from omnicomp.timeline import Certified, Event, NearMiss, Reason, Rewrite
 
 CACHE: Final = "certificates"
 
@@ -84,34 +84,47 @@ def certified(
     assumed: Iterable[masks.Assumption] = (),
     known: dict[str, certify.Certificate],
     always: bool = False,
+    prepare: Callable[[GraphModule], GraphModule] = lambda after: after,
 ) -> list[Certified]:
-    """Check all that a pass changed in a graph.
+    """Check all that a pass changed in a graph, and take back what computes something else.
 
     Args:
         name: of the pass.
         claims: what its rewrites rest on.
         before: a copy of the graph as it was.
-        after: the graph as it is.
+        after: the graph as it is; a part of it that is refuted becomes what it was.
         graph: id of the graph.
         assumed: what passes assumed of the classes of masks.
         known: certificates of this compilation by key; extended.
         always: whether to check what earlier compilations have checked.
+        prepare: makes a part of the new graph one that can be run by definitions.
+
+    Returns:
+        What was found of each part, with the verdict `refuted` for those that were taken back.
 
     Raises:
-        NotCertifiedError: a part computes something else.
+        NotCertifiedError: what computes something else can't be told from the rest.
     """
     rests = [*claims, *_of_masks(assumed)]
     unsaid = [item.sentence for item in assumed if not _said(item)]
     found: list[Certified] = []
+    wrong: list[Callable[[], None]] = []
     try:
         for change in changes(before, after):
-            made = _certified(name, change, rests, unsaid, known, always)
+            made = _certified(name, change, rests, unsaid, known, always, prepare)
             event = dataclasses.replace(made, graph=graph)
             found.append(event)
             if event.verdict == certify.REFUTED:
-                raise NotCertifiedError(event)
+                if change.undo is None:
+                    raise NotCertifiedError(event)
+                wrong.append(change.undo)
     except UncutError as error:
         found.append(Certified(graph=graph, name=name, node="", verdict=certify.ASSUMED, sentence=str(error)))
+    for undo in wrong:
+        undo()
+    if wrong:
+        after.graph.lint()
+        after.recompile()
     return found
 
 
@@ -122,14 +135,16 @@ def _certified(
     unsaid: Sequence[str],
     known: dict[str, certify.Certificate],
     always: bool,
+    prepare: Callable[[GraphModule], GraphModule],
 ) -> Certified:
     """The certificate of a change, from the smallest cut that holds."""
     at: Change | None = change
     result: Certified | None = None
     while at is not None:
-        event = _of_cut(name, at, claims, known, always)
+        event = _of_cut(name, dataclasses.replace(at, after=prepare(at.after)), claims, known, always)
         if result is None or result.verdict in (certify.REFUTED, certify.ASSUMED):
-            result = dataclasses.replace(event, seconds=event.seconds + (0.0 if result is None else result.seconds))
+            seconds = event.seconds + (0.0 if result is None else result.seconds)
+            result = dataclasses.replace(event, nodes=change.nodes, seconds=seconds)
         if result.verdict not in (certify.REFUTED, certify.ASSUMED):
             break
         at = at.wider()
@@ -290,20 +305,32 @@ def _described(leaf: Any) -> str:
 
 
 def with_verdicts(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events of a pipeline, in which each rewrite has the verdict of its certificate."""
+    """The events of a pipeline: each rewrite has the verdict of its certificate, and one that was refuted is none."""
     events = tuple(events)
-    verdicts: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], Certified] = {}
     for event in events:
         if isinstance(event, Certified):
-            verdicts.update(dict.fromkeys(((event.name, node) for node in (event.node, *event.nodes)), event.verdict))
-    if not verdicts:
-        return events
+            found.update(dict.fromkeys(((event.name, node) for node in (event.node, *event.nodes)), event))
     return tuple(
-        dataclasses.replace(event, verdict=verdicts.get((event.name, event.node), ""))
-        if isinstance(event, Rewrite) and not event.kept
+        _with_verdict(event, found[event.name, event.node])
+        if isinstance(event, Rewrite) and not event.kept and (event.name, event.node) in found
         else event
         for event in events
     )
+
+
+def _with_verdict(event: Rewrite, found: Certified) -> Event:
+    if found.verdict != certify.REFUTED:
+        return dataclasses.replace(event, verdict=found.verdict)
+    reason = Reason(
+        code="not_certified",
+        by=event.name,
+        sentence=f"what the pass made of it computes something else: {found.sentence}",
+        lever=f"report the error to the package that has the pass, or leave it out with "
+        f"options={{'disable_passes': ['{event.name}']}}",
+    )
+    fields = {key: getattr(event, key) for key in ("graph", "name", "kind", "node", "source", "module")}
+    return NearMiss(**fields, reason=reason)
 
 
 def again(key: str) -> tuple[certify.Certificate, certify.Certificate | None]:

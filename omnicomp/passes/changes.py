@@ -35,6 +35,7 @@ class Change:
         nodes: names of the nodes that the pass put there.
         whole: whether it is the whole graph, because of what is written to in it.
         wider: the same part, cut farther up; None if it can't be.
+        undo: has the new graph compute it as the old one did; None if that can't be told from the rest.
     """
 
     before: GraphModule
@@ -43,6 +44,7 @@ class Change:
     nodes: tuple[str, ...] = ()
     whole: bool = False
     wider: Callable[[], "Change | None"] = lambda: None
+    undo: Callable[[], None] | None = None
 
 
 class UncutError(Exception):
@@ -200,7 +202,30 @@ class _Comparison:
             at=ends[1][0] if ends[1][0] in self.new.inside else self.new.nodes[self._claims[pair]],
             nodes=tuple(node.name for node in self.new.module.graph.nodes if node in slices[1] & self.new.inside),
             wider=lambda: self._wider(pair, inputs, level + 1),
+            undo=lambda: self._undo(pair),
         )
+
+    def _undo(self, pair: tuple[str, str]) -> None:
+        """Compute a value as the old graph did, for all that read it there."""
+        graph, old, new = self.new.module.graph, self.old.nodes[pair[0]], self.new.nodes[pair[1]]
+        wrong = self.new.slice_of([new], lambda _: False) & self.new.inside
+        stayed = [name for name in self.common if self.new.nodes[name] not in self.new.inside]
+        values = {self.old.nodes[name]: self.new.nodes[name] for name in stayed}
+        readers = [name for name in stayed if old in self.old.nodes[name].all_input_nodes]
+        readers = [name for name in readers if pair in (_claimed(self.old.nodes[name], self.new.nodes[name]) or ())]
+        if not readers:
+            return
+        gone = self.old.slice_of([old], lambda _: False) & self.old.inside
+        with graph.inserting_before(self.new.nodes[min(readers, key=self.new.places.__getitem__)]):
+            for node in self.old.module.graph.nodes:
+                if node in gone:
+                    values[node] = graph.node_copy(node, values.__getitem__)
+                    values[node].meta = dict(node.meta)
+        for name in readers:
+            _reread(self.old.nodes[name], self.new.nodes[name], old, new, values[old])
+        for node in reversed(list(graph.nodes)):
+            if node in wrong and not node.users:
+                graph.erase_node(node)
 
     def _wider(self, pair: tuple[str, str], inputs: Sequence[str], level: int) -> Change | None:
         nodes = [self.new.nodes[name] for name in inputs]
@@ -244,6 +269,14 @@ def _read(node: Node) -> list[Node]:
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
+
+
+def _reread(before: Node, reader: Node, old: Node, new: Node, value: Node) -> None:
+    """Have a node read a value where it read `old` before, and reads `new` now."""
+    then = iter(_read(before))
+    reader.args, reader.kwargs = map_arg(
+        (reader.args, reader.kwargs), lambda now: value if next(then) is old and now is new else now
+    )
 
 
 def _attribute(module: GraphModule, target: str) -> Any:

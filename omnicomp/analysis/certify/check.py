@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from omnicomp._torch.autograd.run_in_precision import InPrecision, on_real_tensors
 from omnicomp.analysis.accuracy import relative_error
 from omnicomp.analysis.certify import certificate as c
-from omnicomp.analysis.certify import effects, fields, inputs, interpret, sizes, values
+from omnicomp.analysis.certify import effects, fields, inputs, interpret, sizes, structure, values
 from omnicomp.analysis.certify.values import State, Unsupported
 
 _GOAL: Final = -40.0
@@ -86,6 +86,9 @@ class _Check:
         self.methods.append(c.Method(name="effects", holds=not wrong, detail=wrong))
         if wrong:
             return self._refuted(c.Witness(method="effects", detail=wrong))
+        if structure.same(self.before, self.after):
+            self.methods.append(c.Method(name="structure", holds=True))
+            return self._certificate(c.PROVED, reason="the same operators on the same operands")
         try:
             variants = self._variants()
         except Exception as error:  # noqa: BLE001 - a graph may refuse in any way to run; the method says how
