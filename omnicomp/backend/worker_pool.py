@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Protocol
 
 from omnicomp.errors import first_line
@@ -82,6 +83,7 @@ class Worker:
         finally:
             os.close(theirs)
             os.close(answers)
+        _yield_to_program(self._process.pid)
 
     def ask(self, data: bytes) -> bytes:
         """Have a graph built.
@@ -219,6 +221,16 @@ class Pool:
             worker.close()
 
 
+def _yield_to_program(pid: int) -> None:
+    """Let a worker have a quarter of a busy processor, from before it imports anything; its compilers inherit that.
+
+    Linux shares a processor between sessions first (`sched(7)`, autogroup), for which niceness within one is nothing.
+    """
+    with contextlib.suppress(OSError):  # it has ended, or this system has no such groups
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
+        Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
+
+
 def serve(read: int, write: int, build: Callable[[bytes], bytes]) -> None:
     """Answer one message after another in a worker; when the program has closed its pipe, end with all of the group.
 
@@ -227,8 +239,6 @@ def serve(read: int, write: int, build: Callable[[bytes], bytes]) -> None:
         write: the end of the pipe to it.
         build: makes an answer of a message.
     """
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
     waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:

@@ -99,6 +99,15 @@ def test_a_worker_ends_that_has_had_nothing_to_do_for_a_while(pool: Pool, monkey
     assert built(pool, b"second")[0].reply == b"second"
 
 
+def test_a_worker_leaves_the_processors_to_the_program(pool: Pool) -> None:
+    built(pool, b"first")
+    (pid,) = pool.pids()
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + worker_pool._NICE
+    of_session = Path(f"/proc/{pid}/autogroup")
+    if of_session.exists():
+        assert of_session.read_text(encoding="utf-8").endswith(f"nice {worker_pool._NICE}\n")
+
+
 def test_a_worker_that_can_not_be_started_is_a_reason(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     (order,) = built(pool, b"x")
