@@ -4,7 +4,6 @@
 library of it. The audit is in the package. What only Python can run is refused by name before anything is built.
 """
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from omnicomp._torch.autograd.run_in_precision import on_real_tensors
 from omnicomp._torch.devices.dispatcher import is_registered, qualified_name
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import aoti, store
-from omnicomp._torch.inductor.inlined import InlineError, inline, lint
+from omnicomp._torch.inductor.inlined import InlineError, has_symbolic_sizes, inline, lint
 from omnicomp._torch.repairs import checked_sizes, folded_nans
 from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.rounded_casts import casts_kept
@@ -41,7 +40,7 @@ from omnicomp.errors import LoweringError, OmnicompError, SaveError, first_line
 from omnicomp.lowerings import MAIN
 from omnicomp.lowerings.engines.subgraph import engines_of
 from omnicomp.lowerings.override import PlannedCall, planned_call
-from omnicomp.lowerings.overrides.registry import registered
+from omnicomp.lowerings.overrides.registry import Override
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
 from omnicomp.options.policy import VERIFYING, Policy
 from omnicomp.runtime.override_check import try_forward
@@ -119,9 +118,6 @@ def package(
         module, inputs = aoti.graph_of(program)
         graph = capture_graph(module, inputs, policy, options)
         end.graph = graph.id
-        own = [item.name for item in registered() if item.function.__module__.startswith("omnicomp.")]
-        named = dataclasses.replace(policy, disable_overrides=(*policy.disable_overrides, *own))
-        graph = dataclasses.replace(graph, policy=named)
         graph = override_blocks(module, graph)
         _tell_assumptions(module, graph, tree_leaves((args, dict(kwargs or {}))))
         passed = run_passes(module, graph, speculate=False, inputs=inputs)
@@ -211,7 +207,7 @@ def _put_overrides(part: GraphModule, graph: CapturedGraph, inputs: Sequence[Any
     """Put what overrides compute into a graph behind autograd, which Python is not behind of any more.
 
     An override in C++ is called; one that is made of ATen operators becomes these. It is compared with its reference
-    before, on the example inputs.
+    before, on the example inputs. One of omni's own, which the user did not ask for, becomes its reference otherwise.
 
     Returns:
         The names of operators outside of torch that the graph calls.
@@ -223,18 +219,13 @@ def _put_overrides(part: GraphModule, graph: CapturedGraph, inputs: Sequence[Any
     apply_overrides(part, context, {node: () for node in part.graph.nodes if node.op == "call_function"})
     calls = [(each, node) for each in (part, *submodules(part)) for node in list(each.graph.nodes)]
     planned = {node: call for _, node in calls if (call := planned_call(node, "")) is not None}
-    if planned and graph.policy.verify != "off":
-        _compare(part, planned, graph, inputs)
+    wrong = _compare(part, planned, graph, inputs) if planned and graph.policy.verify != "off" else {}
     for module, node in calls:
         call = planned.get(node)
         if call is None or not is_python(call.operator, graph.device.type):
             continue
-        own = call.item.function if call.operator is call.item.operators[0] else None
-        body = body_of(call.operator, graph.device.type) or own
         try:
-            if body is None or node.target is not call.operator:
-                raise InlineError("it writes to an argument" if body else "its function is not known")
-            inline(node, body)
+            _put_override(node, call, graph, wrong.get(node, ""))
         except InlineError as error:
             where = f"{node.name} ({op_name(node)}) at {source_line(node) or 'its place'}"
             raise SaveError(
@@ -246,18 +237,45 @@ def _put_overrides(part: GraphModule, graph: CapturedGraph, inputs: Sequence[Any
     return _told_operators(part, graph)
 
 
+def _is_own(item: Override) -> bool:
+    """Whether an override is omni's, so that nobody asked for it by name."""
+    return item.function.__module__.startswith("omnicomp.")
+
+
+def _put_override(node: Node, call: PlannedCall, graph: CapturedGraph, wrong: str) -> None:
+    body, name = body_of(call.operator, graph.device.type), call.item.name
+    own = call.truth if _is_own(call.item) else None
+    try:
+        if wrong or body is None or node.target is not call.operator:
+            raise InlineError(wrong or ("it writes to an argument" if body else "its function is not known"))
+        if own is not None and has_symbolic_sizes(node):  # what it asks of them would bind the package
+            raise InlineError("it is another computation for other sizes, and these vary")
+        inline(node, body)
+    except InlineError as error:
+        if own is None:
+            raise
+        sentence = f"the package has the reference of the override {name!r} at {node.name}: {error}"
+        reason = Reason(code="option_ineffective", by="package", sentence=sentence)
+        inline(node, own)
+        current().append(
+            Option(graph=graph.id, key="package", requested=name, effective=f"without {name}", reason=reason)
+        )
+
+
 class _Comparing(Interpreter):
     """Runs a graph on real inputs, and compares each override in it with its reference."""
 
     def __init__(self, part: GraphModule, planned: Mapping[Node, PlannedCall], graph: CapturedGraph) -> None:
         super().__init__(part)
         self._planned, self._graph = planned, graph
+        self.wrong: dict[Node, str] = {}
+        """Calls of omni's own, and what is wrong with them."""
 
     def run_node(self, n: Node) -> Any:
         """Run a node.
 
         Raises:
-            SaveError: it is an override that is wrong.
+            SaveError: it is a user's override that is wrong.
         """
         call = self._planned.get(n)
         if call is None or call.truth is None or n.target is not call.operator:
@@ -265,6 +283,9 @@ class _Comparing(Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         precision = PRECISIONS[self._graph.policy.reference]
         trial = try_forward(call.item, call.truth, call.operator, tuple(args), dict(kwargs), precision)
+        if trial.state == "wrong" and _is_own(call.item):
+            self.wrong[n] = trial.detail
+            return call.truth(*args, **kwargs)
         if trial.state == "wrong":
             raise SaveError(
                 f"the override {call.item.name!r} is wrong at {n.name}, so it is not packaged: {trial.detail} "
@@ -275,11 +296,12 @@ class _Comparing(Interpreter):
 
 def _compare(
     part: GraphModule, planned: Mapping[Node, PlannedCall], graph: CapturedGraph, inputs: Sequence[Any]
-) -> None:
-    if len(part.graph.find_nodes(op="placeholder")) != len(inputs):
-        return
-    with on_real_tensors():
-        _Comparing(part, planned, graph).run(*map(copy_of, inputs))
+) -> dict[Node, str]:
+    comparing = _Comparing(part, planned, graph)
+    if len(part.graph.find_nodes(op="placeholder")) == len(inputs):
+        with on_real_tensors():
+            comparing.run(*map(copy_of, inputs))
+    return comparing.wrong
 
 
 def _told_operators(part: GraphModule, graph: CapturedGraph) -> tuple[str, ...]:

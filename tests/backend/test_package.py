@@ -1,6 +1,7 @@
 """Packages: what is packaged computes what the model does, and what can't be is named before anything is built."""
 
 import ast
+import ctypes
 import subprocess
 import sys
 import types
@@ -151,11 +152,49 @@ def test_the_override_of_a_module_becomes_what_it_is_made_of(tmp_path: Path, mon
     torch.testing.assert_close(Interpreter(part).run(X, MASK)[0], model(X, MASK))
 
 
+class Int8(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-128, 128, (1024, 1024), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(1024, dtype=torch.bfloat16) * 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype)) * self.scale
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_override_of_omnis_own_becomes_aten_operators_for_fixed_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    model, x = Int8(), torch.randn(4, 1024, dtype=torch.bfloat16)
+    shapes = ({0: torch.export.Dim("rows", min=2, max=64)},) if dynamic else None
+    part = part_of(monkeypatch, model, tmp_path, x, dynamic_shapes=shapes)
+    assert not any("omnicomp" in name for name in called(part))
+    assert ("aten._weight_int8pack_mm.default" in called(part)) != dynamic
+    told = [event.effective for event in current() if isinstance(event, Option)]
+    assert told == (["without int8_linear"] if dynamic else [])
+    if not dynamic:
+        torch.testing.assert_close(Interpreter(part).run(x)[0], model(x), rtol=2**-6, atol=2**-6)
+
+
+def test_an_override_of_omnis_own_that_a_package_can_not_call_is_told_and_becomes_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = nn.Module()
+    router.forward = lambda x: tuple(torch.topk(x.softmax(-1), 4))  # type: ignore[method-assign]
+    part = part_of(monkeypatch, router, tmp_path, torch.rand(4096, 64))
+    assert "aten.topk.default" in called(part)
+    assert not any("omnicomp" in name for name in called(part))
+    [told] = [event for event in current() if isinstance(event, Option)]
+    assert "softmax_topk" in told.reason.sentence
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         (lambda x: torch.from_numpy(x.numpy()), ""),
         (lambda x: x * 2 if x.sum() > 0 else x, "can't be traced"),
+        (lambda x: ctypes.string_at(x.data_ptr(), 4) and x, "the memory of a tensor"),
         (lambda x: x + torch.tensor([1.0]), "makes a tensor of Python's numbers"),
     ],
 )

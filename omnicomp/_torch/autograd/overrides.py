@@ -22,6 +22,7 @@ __all__ = [
     "is_python",
     "mutated_arguments",
     "operator_of",
+    "put_kernel",
     "python_function",
     "source_name",
     "tell_inspect",
@@ -77,12 +78,23 @@ def is_python(operator: OpOverload, device_type: str) -> bool:
     return True  # there is none
 
 
+_kernels: Final[dict[tuple[str, str], Callable[..., Any]]] = {}
+
+
+def put_kernel(library: torch.library.Library, name: str, function: Callable[..., Any], key: str) -> None:
+    """Register a Python kernel of an operator, for which torch has no look-up, and keep it for `body_of`."""
+    library.impl(name, function, key)
+    _kernels[f"{library.ns}::{name}", key] = function
+
+
 def body_of(operator: OpOverload, device_type: str) -> Callable[..., Any] | None:
     """The Python function that an operator runs on a device; None if it is not known."""
-    definition: Any = custom_ops.OPDEFS.get(operator._schema.name)
-    if definition is None:
-        return None
-    return definition._backend_fns.get(device_type) or definition._init_fn
+    name = operator._schema.name
+    definition: Any = custom_ops.OPDEFS.get(name)
+    if definition is not None:
+        return definition._backend_fns.get(device_type) or definition._init_fn
+    keys = (torch._C._dispatch_key_for_device(device_type), *_ANY_DEVICE)
+    return next((_kernels[name, key] for key in keys if (name, key) in _kernels), None)
 
 
 def mutated_arguments(operator: OpOverload) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = ("aten", "prims")
@@ -15,6 +16,15 @@ _PLAIN = ("aten", "prims")
 
 class InlineError(Exception):
     """A function is no composition of ATen operators; the message says why."""
+
+
+class _NoMemory(TorchFunctionMode):
+    """Refuses the address of a tensor, which is zero under a trace: C code that a function calls would crash."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("data_ptr", "const_data_ptr"):
+            raise InlineError("it asks for the memory of a tensor")
+        return func(*args, **(kwargs or {}))
 
 
 def inline(node: Node, function: Callable[..., Any]) -> None:
@@ -36,7 +46,8 @@ def inline(node: Node, function: Callable[..., Any]) -> None:
         for index, value in zip(tensors, given, strict=True):
             full[index] = value
         args, kwargs = tree_unflatten(full, form)
-        return function(*args, **kwargs)
+        with _NoMemory():
+            return function(*args, **kwargs)
 
     fakes = [leaves[index] for index in tensors]
     mode: Any = next((value.fake_mode for value in fakes if isinstance(value, FakeTensor)), None) or FakeTensorMode()
@@ -45,12 +56,20 @@ def inline(node: Node, function: Callable[..., Any]) -> None:
     try:
         with torch.no_grad(), mode:
             body = make_fx(torch.func.functionalize(call), decomposition_table=select_decomp_table())(*fakes)
+    except InlineError:
+        raise
     except Exception as error:
         raise InlineError(f"it can't be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
     if environment is not None and len(environment.guards) > known:
         raise InlineError(f"it is right for {environment.guards[-1].expr} alone")
     _check(body.graph, node)
     _splice(body.graph, node, tree_flatten((node.args, dict(node.kwargs)))[0], tensors)
+
+
+def has_symbolic_sizes(node: Node) -> bool:
+    """Whether a size of an argument may be another one in another call."""
+    values = [each.meta["val"] for each in node.all_input_nodes]
+    return any(isinstance(size, torch.SymInt) for value in tree_leaves(values) for size in getattr(value, "shape", ()))
 
 
 def _check(body: Graph, node: Node) -> None:

@@ -232,7 +232,7 @@ def _define(name: str, op: OpOverload, function: Function) -> Any:
     unique = _unique(name)
     schema = str(op._schema)
     _library.define(unique + schema[schema.index("(") :])
-    _library.impl(unique, function, "CompositeExplicitAutograd")
+    torch_overrides.put_kernel(_library, unique, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"omnicomp_override::{unique}", op, lib=_library)
     return getattr(torch.ops.omnicomp_override, unique).default
 

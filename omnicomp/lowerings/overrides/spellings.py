@@ -8,18 +8,24 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from omnicomp._torch.autograd.overrides import OpOverload
 from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 
 _NAMESPACES: Final = ("torch", "torch.nn.functional", "operator", "Tensor", "torch.special")
 _VIEWS: Final = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _CASTS: Final = ("to", "float", "half", "bfloat16", "type", "type_as")
 _TRANSPOSES: Final = ("transpose", "swapaxes")
+# Operators of exported graphs that take their arguments as torch's functions do.
+_ATEN: Final = frozenset({"linear", "matmul", "mm", "mul", "to", "t", "transpose", *_VIEWS})
 
 
 def kind(node: Any) -> str:
-    """The operation of a torch function or method (`linear`, `view`), or an empty string for anything else."""
+    """The operation of a torch function, method or operator (`linear`, `view`); an empty string for anything else."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
+    if isinstance(node.target, OpOverload):
+        namespace, _, name = node.target._schema.name.partition("::")
+        return name if namespace == "aten" and name in _ATEN else ""
     namespace, _, name = op_name(node).rpartition(".")
     return name if namespace in _NAMESPACES or node.target is getattr else ""
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnicomp._torch.autograd.attention import hint_of
+from omnicomp._torch.autograd.overrides import put_kernel
 from omnicomp.lowerings.overrides.int8_linear.search import search
 from omnicomp.lowerings.overrides.registry import override
 from omnicomp.timeline import Reason
@@ -136,8 +137,8 @@ def _cuda(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return int8_linear_cuda(rows, weight.contiguous(), scale.contiguous()).reshape(*x.shape[:-1], weight.shape[0])
 
 
-_library.impl("int8_linear", _cpu, "CPU")
-_library.impl("int8_linear", _cuda, "CUDA")
+put_kernel(_library, "int8_linear", _cpu, "CPU")
+put_kernel(_library, "int8_linear", _cuda, "CUDA")
 
 
 def _fake(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
