@@ -429,10 +429,12 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     """The mask with which rows that no key is left in come out as in eager, whatever the kernel does there."""
     call = builder.call
     hiding = sum(hides(step, reader) for step in form.mask)
-    # Two finite minima can add up to -inf.
+    # Two finite minima can add up to -inf, and one that is multiplied can overflow.
     added = sum(isinstance(step, Add) and hides(step, reader) for step in form.mask)
-    undefined = added > 1 or not all(_finite_step(s, reader) for s in form.mask if not isinstance(s, Fill))
-    infinite = undefined or not all(_finite_step(step, reader) for step in form.mask)
+    grown = [s for n, s in enumerate(form.mask) if hides(s, reader) and any(map(_grows, form.mask[n:]))]
+    undefined = added > 1 or any(isinstance(step, Add) for step in grown)
+    undefined |= not all(_finite_step(s, reader) for s in form.mask if not isinstance(s, Fill))
+    infinite = undefined or bool(grown) or not all(_finite_step(step, reader) for step in form.mask)
     old = site.fake()
     # In inference the CPU's kernel averages rows of one finite minimum as eager does.
     averages = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
@@ -506,6 +508,14 @@ def _lowest(site: Site, form: Form, reader: Reader) -> float:
                 code="not_equal",
             )
     return _SWALLOWS_IN_DOUBLE
+
+
+def _grows(step: Step) -> bool:
+    """Whether a step may multiply by more than one."""
+    if not isinstance(step, Scale):
+        return False
+    factor = number(step.term)
+    return factor is None or (abs(factor) < 1 if step.divide else abs(factor) > 1)
 
 
 def _finite_step(step: Step, reader: Reader) -> bool:

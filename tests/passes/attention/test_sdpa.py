@@ -53,6 +53,7 @@ INFINITE = {
     "added": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + torch.where(kept, 0.0, -math.inf).to(q.dtype), v),
     "of queries": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + torch.where(EMPTY, -math.inf, 0.0).to(q.dtype), v),
     "added twice": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + added(q, kept) + added(q, kept), v),
+    "overflowed": lambda q, k, v, kept: attend((q @ k.mT * 0.25 + added(q, kept)) * 1.5, v),
     "summed": lambda q, k, v, kept: attend(q @ k.mT * 0.25 + (added(q, kept) + added(q, kept)), v),
     "some added, some filled": lambda q, k, v, kept: attend(
         (q @ k.mT * 0.25 + torch.where(kept | LEFT, 0.0, -math.inf).to(q.dtype)).masked_fill(~kept & LEFT, -math.inf),
