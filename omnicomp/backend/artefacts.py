@@ -245,20 +245,19 @@ def _manifest(body: bytes, *, signed: bool) -> tuple[Manifest, int]:
 
 
 def _fill(manifest: Manifest, body: memoryview) -> dict[str, int]:
+    contents: list[tuple[str, str, bytes]] = []
+    begin = 0
+    for kind, name, size in manifest.entries:
+        contents.append((kind, name, bytes(body[begin : begin + size])))
+        begin += size
+    compiled = [entry for kind, _, content in contents if kind == "torch" for entry in compile_caches.read(content)]
     counts: Counter[str] = Counter()
     take: dict[str, Callable[[str, bytes], None]] = {"library": libraries.put, "decision": _put, "engine": _put}
-    begin = 0
-    compiled = b""
-    for kind, name, size in manifest.entries:
-        content = bytes(body[begin : begin + size])
-        begin += size
-        if kind == "torch":
-            compiled = content
-        elif kind in take:
+    for kind, name, content in contents:
+        if kind in take:
             take[kind](name, content)
             counts[kind] += 1
-    if compiled:  # last: what it holds calls the rest
-        counts.update(compile_caches.fill(compiled))
+    counts.update(compile_caches.fill(compiled))  # last: what it holds calls the rest
     return dict(counts)
 
 

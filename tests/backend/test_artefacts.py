@@ -18,10 +18,11 @@ import pytest
 import torch
 from processes import python
 from torch import Tensor
-from torch.compiler._cache import CacheArtifactManager
+from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager, _serialize_single_cache
+from torch.utils._appending_byte_serializer import AppendingByteSerializer
 
 import omnicomp
-from omnicomp._torch.inductor import compile_caches, libraries, store
+from omnicomp._torch.inductor import libraries, store
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.backend import artefacts
 from omnicomp.errors import SaveError
@@ -352,7 +353,19 @@ def test_a_library_is_found_by_its_identity_before_a_compiler_is_asked(
         assert libraries.identity(libraries.CppCodeCache, "code", None, "cpu", ()) != name
 
 
-def test_what_hostile_bytes_would_do_is_done_by_torch_alone() -> None:
-    """Bytes that torch can't read are an error, also behind a right hash."""
-    with pytest.raises(ValueError, match="torch can't read"):
-        compile_caches.fill(b"\x80nothing")
+@pytest.mark.parametrize("kind", ["inductor", "aot_autograd", "autotune", "precompile", ""])
+def test_entries_of_torch_that_lead_elsewhere_or_are_none_are_refused_whole(
+    kind: str, use: Use, tmp_path: Path
+) -> None:
+    folder, trap = use("one"), tmp_path / "trap"
+    written: Any = AppendingByteSerializer(serialize_fn=_serialize_single_cache)
+    hostile = pickle.dumps(Planted(trap))
+    if kind:
+        written.append((kind, [CacheArtifactFactory.create(kind, "../../stolen", hostile)]))
+    content = written.to_bytes() if kind else hostile
+    forged(tmp_path / "file", [("decision", "numbers/a.json", b"{}"), ("torch", "caches", content)])
+    with pytest.raises(SaveError, match=r"no key of an entry|torch can't read"):
+        omnicomp.load(tmp_path / "file")
+    assert not trap.exists()
+    assert not list(tmp_path.rglob("*stolen*"))
+    assert not [path for path in folder.rglob("*") if path.is_file()]

@@ -4,15 +4,15 @@ They are pickles, and reading them runs code: who calls `fill` has to know where
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch._inductor.codecache import CacheBase
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager, _serialize_single_cache
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager, _serialize_single_cache
 from torch.utils._appending_byte_serializer import AppendingByteSerializer
 
 from omnicomp.safety.privacy import logger
@@ -54,17 +54,26 @@ def _files(folder: Path) -> Iterator[tuple[str, str, Path]]:
         yield "autotune", str(path.relative_to(folder)), path
 
 
-def fill(data: bytes) -> dict[str, int]:
-    """Write entries into the caches of this machine; returns how many each cache took.
+def read(data: bytes) -> list[CacheArtifact]:
+    """The entries that bytes hold; nothing is unpickled.
 
     Raises:
-        ValueError: the bytes are no entries of this torch.
+        ValueError: they are no entries of this torch, or a key leads out of its folder, which torch would follow.
     """
-    entries = CacheArtifactManager.deserialize(data)
-    if entries is None:
+    found = CacheArtifactManager.deserialize(data)
+    if found is None:
         raise ValueError("torch can't read its cache entries")
+    entries = list(chain.from_iterable(found.values()))
+    for entry in entries:
+        if PurePath(entry.key).is_absolute() or ".." in PurePath(entry.key).parts:
+            raise ValueError(f"{entry.key[:80]!r} is no key of an entry")
+    return entries
+
+
+def fill(entries: Sequence[CacheArtifact]) -> dict[str, int]:
+    """Write entries into the caches of this machine; returns how many each cache took."""
     taken: Counter[str] = Counter()
-    for entry in chain.from_iterable(entries.values()):
+    for entry in entries:
         try:
             entry.populate_cache()
         except Exception as error:  # noqa: BLE001 - what it was for is compiled, and the log says why
