@@ -104,6 +104,11 @@ def whole_on_ranks(values: Sequence[Any], dims: int) -> bool:
     return all(value.shape[dim] % count == 0 for value in values for dim, count in ways.items())
 
 
+def placements_of(value: Any) -> str:
+    """How a distributed tensor is sharded, one word for each dimension of its mesh."""
+    return " ".join(map(repr, value.placements))
+
+
 def local_attention(query: Any, key: Any, value: Any, *, scale: float, is_causal: bool, enable_gqa: bool) -> Any:
     """`scaled_dot_product_attention` of each rank's own batches and heads, where `whole_on_ranks` holds.
 

@@ -190,7 +190,7 @@ _kept_pattern = functools.lru_cache(maxsize=4)(_pattern)
 
 
 def usual_name(visible: torch.Tensor) -> str:
-    """A name for people of a mask that only data tells: `right padding`, `causal and left padding`, `documents`."""
+    """A name for people of a mask that only data tells: `right padding`, `causal and padding`, `documents`."""
     mask = _four(visible)
     queries, keys = mask.shape[-2:]
     if mask.numel() == 0:
@@ -204,17 +204,22 @@ def usual_name(visible: torch.Tensor) -> str:
     q = torch.arange(queries, device=mask.device).expand_as(first)
     start, end = (torch.where(seen, item, far) for item, far in ((first, keys), (last, -1)))
     low, high = start.amin(-1, keepdim=True), end.amax(-1, keepdim=True)
-    whole = bool(seen.all())
-    shape = {
-        "right padding": (first == 0) & (last == high) & seen,
-        "left padding": (first == low) & (last == keys - 1) & seen,
-        "padding": (first == low) & (last == high),
-        "causal and right padding": (first == 0) & (last == torch.minimum(q, high)) & seen,
-        "causal and left padding": (first == low) & (last == q) | ~seen & (q < low),
-        "causal and padding": (first == low) & (last == torch.minimum(q, high)) | ~seen & (q < low),
-    }
-    if whole and queries == keys:
-        same = first.gather(1, first) == first
-        shape["documents"] = same & (last.gather(1, first) == last)
-        shape["causal documents"] = same & (last == q)
-    return next((name for name, holds in shape.items() if bool(holds.all())), "")
+    # What is cut at the left and the right of a query's own index, beside what is cut for all queries of a sequence.
+    cut, stopped = seen & (start > low), seen & (end < high)
+    left = int((q - start)[cut].max()) if bool(cut.any()) else None
+    right = int((end - q)[stopped].max()) if bool(stopped.any()) else None
+    begins = low.expand_as(q) if left is None else torch.maximum(q - left, low)
+    ends = high.expand_as(q) if right is None else torch.minimum(q + right, high)
+    if bool(torch.where(begins <= ends, seen & (start == begins) & (end == ends), ~seen).all()):
+        sides = [side for side, cuts in (("left", low > 0), ("right", high < keys - 1)) if bool(cuts.any())]
+        padding = [f"{sides[0]} padding" if len(sides) == 1 else "padding"] if sides else []
+        kind = "causal" if left is None and right == 0 else "band"
+        band = [] if left is None and right is None else [str(MaskClass(kind=kind, left=left, right=right))]
+        return " and ".join([*band, *padding])
+    if queries != keys:
+        return ""
+    same = first.gather(1, first) == first
+    for name, wanted in (("documents", last.gather(1, first)), ("causal documents", q)):
+        if bool((same & (last == wanted) | ~seen).all()):
+            return name if bool(seen.all()) else f"{name} and padding"
+    return ""

@@ -79,11 +79,11 @@ def test_what_is_said_of_a_mask_is_so(mask: torch.Tensor, left: int, right: int)
 @pytest.mark.parametrize(
     ("mask", "text", "name"),
     [
-        (band(8, 8), "full", "right padding"),
-        (band(8, 8, None, 0), "causal", "causal and right padding"),
-        (band(5, 8, None, 3), "causal, offset 3", ""),
-        (band(8, 8, 2, 0), "sliding window of 3", ""),
-        (band(8, 8, 1, 2), "window of 1 before and 2 after", ""),
+        (band(8, 8), "full", ""),
+        (band(8, 8, None, 0), "causal", "causal"),
+        (band(5, 8, None, 3), "causal, offset 3", "causal, offset 3"),
+        (band(8, 8, 2, 0), "sliding window of 3", "sliding window of 3"),
+        (band(8, 8, 1, 2), "window of 1 before and 2 after", "window of 1 before and 2 after"),
         (band(8, 8, None, 0) | (torch.arange(8) < 3), "prefix of 3", ""),
         ((torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None], "the first key is seen", "right padding"),
         ((torch.arange(8) >= torch.tensor([[0], [5]]))[:, None, None], "no row is empty", "left padding"),
@@ -98,9 +98,14 @@ def test_masks_that_only_data_tells_have_names() -> None:
     causal, left = band(8, 8, None, 0), torch.arange(8) >= torch.tensor([[0], [5]])
     assert usual_name(causal & left[:, None, None]) == "causal and left padding"
     assert usual_name(causal & left.flip(1)[:, None, None]) == "causal and right padding"
+    assert usual_name(band(8, 8, 2, 0) & left[:, None, None]) == "sliding window of 3 and left padding"
+    right = left.flip(1)[:, None, None]
+    assert usual_name(band(8, 8, 2, 2) & right) == "window of 2 before and 2 after and right padding"
+    assert usual_name(causal & torch.tensor([[0], [1]], dtype=torch.bool)[:, None, None]) == "causal and padding"
     documents = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     same = (documents[:, None] == documents)[None, None]
     assert (usual_name(same), usual_name(same & causal)) == ("documents", "causal documents")
+    assert usual_name(same & (documents < 2)[:, None] & (documents < 2)) == "documents and padding"
     assert usual_name(torch.eye(8, dtype=torch.bool)[None, None] | (torch.arange(8) == 3)) == ""
 
 

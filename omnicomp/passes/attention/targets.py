@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from omnicomp._torch.autograd.attention import KERNELS, SDPA, concrete, fused_kernel, hint_of, is_static, known_equal
-from omnicomp._torch.distributed import is_spread, local_attention, whole_on_ranks
+from omnicomp._torch.distributed import is_spread, local_attention, placements_of, whole_on_ranks
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.assume import settle_mask
 from omnicomp.passes.attention.differentiable import (
@@ -265,7 +265,8 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
     target: Any = SDPA
     if is_spread(site.fake()):
         if not whole_on_ranks([fake_value(each) for each in operands], dims=2):
-            raise _spread(site, "sharded along queries, keys or features, or unevenly, or in different ways")
+            named = zip(("queries", "keys", "values"), operands, strict=True)
+            raise _spread(site, ", ".join(f"{name} {placements_of(fake_value(each))}" for name, each in named))
         target, kwargs = local_attention, {"is_causal": False, "enable_gqa": False, **kwargs}
         pinned = ""
     elif pinned:
@@ -283,10 +284,11 @@ def _spread(site: Site, observed: str) -> MatchEnded:
     """Why an attention of distributed tensors stays as it is, with the communication that it has."""
     return MatchEnded(
         site.output,
-        "the attention is spread over ranks (DTensor), and no rank has whole heads of its own to fuse",
+        "the attention is spread over ranks (DTensor), and ranks have no whole heads of queries, keys and values alike",
         observed=observed,
         needed="queries, keys and values sharded alike by batches or heads, with no mask or a causal one",
-        lever="take local tensors, as tensor parallel does for the outputs of its layers",
+        lever="redistribute queries, keys and values alike (a replicated one to the placement of the others costs no "
+        "communication), or take local tensors, as tensor parallel does for the outputs of its layers",
         code="not_equal",
     )
 
