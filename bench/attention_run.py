@@ -38,7 +38,8 @@ class Settings:
         seconds: length of a turn.
         candidates: shell patterns of the candidates to measure.
         cudagraphs: compile with `mode="reduce-overhead"`.
-        task: `measure`; `warm`, which compiles and fills the caches; `check`, which compares without compiling.
+        task: `measure`, or `check`, which compares without compiling.
+        turn: called when a row is compiled, before it is timed; waits until nobody else uses the machine.
     """
 
     device: str
@@ -48,6 +49,7 @@ class Settings:
     candidates: tuple[str, ...] = ("*",)
     cudagraphs: bool = False
     task: str = "measure"
+    turn: Callable[[], None] = lambda: None
 
     def compiled(self, function: Callable[..., Any], backend: str) -> Callable[..., Any]:
         """`torch.compile` as these settings want it."""
@@ -84,12 +86,11 @@ def compare(plan: Plan, settings: Settings) -> dict[str, Any]:
     record |= {"errors": {}, "excess": {}}
     allowed: list[float] = []
     reference: Sequence[Tensor] = ()
-    if settings.task != "warm":
-        try:
-            reference = [tensor.detach() for tensor in plan.reference()]
-        except (RuntimeError, NotImplementedError) as error:  # an operator that has no kernel for its dtype
-            record["failures"]["reference"] = f"{type(error).__name__}: {_brief(str(error))}"
-        release(settings.device)
+    try:
+        reference = [tensor.detach() for tensor in plan.reference()]
+    except (RuntimeError, NotImplementedError) as error:  # an operator that has no kernel for its dtype
+        record["failures"]["reference"] = f"{type(error).__name__}: {_brief(str(error))}"
+    release(settings.device)
     ready: dict[str, Call] = {}
     for name in names:
         if name == OURS:
@@ -136,6 +137,7 @@ def compare(plan: Plan, settings: Settings) -> dict[str, Any]:
             record["failures"][name] = f"its error, {record['errors'][name]:.1e}, is {excess:.1f} times what is allowed"
             del ready[name]
     release(settings.device)
+    settings.turn()
     if settings.task == "measure":
         times = interleave(
             ready,
