@@ -21,6 +21,7 @@ from omnicomp._torch.repairs.decompositions import decompositions_mended, kept_w
 from omnicomp._torch.repairs.rounded_casts import casts_kept
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.builder.cache_keys import verdict
+from omnicomp.builder.certificates import certify_calls, refuted
 from omnicomp.builder.early_regions import EarlyRegions, call_regions
 from omnicomp.builder.known_failures import wrong_code
 from omnicomp.builder.part import build_part
@@ -87,6 +88,11 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         regions = call_regions(gm, always=always, device=graph.device.type, options=policy.inductor)
         if regions is None:
             return _compile(gm, inputs, graph, weights, None)
+        if policy.certify != "off":
+            found = certify_calls(gm, regions.module, graph.id)
+            current().append(found)
+            if refuted([found]):
+                return _compile(gm, inputs, graph, weights, left_whole(refuted([found])))
         return _compile(regions.module, inputs, graph, weights, regions)
     except (*CONTROL_FLOW, *GRAPH_BREAKS, OmnicompError):
         raise

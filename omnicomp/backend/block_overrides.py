@@ -6,10 +6,12 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.fx import copy_module
 from omnicomp.backend.capture import CapturedGraph
+from omnicomp.builder.certificates import certify_overrides
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.lowerings.overrides.late import Choice, LateOverrides
 from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
+from omnicomp.passes.certificates import with_verdicts
 from omnicomp.timeline import NodePlacement, Option, Reason, Timeline, current
 
 
@@ -42,9 +44,16 @@ def late_overrides(gm: GraphModule, graph: CapturedGraph, wanted: LateOverrides)
 
 
 def _apply(gm: GraphModule, graph: CapturedGraph, choice: Choice, timeline: Timeline) -> tuple[NodePlacement, ...]:
-    context = dataclasses.replace(graph.context("", {}), timeline=timeline)
+    before = copy_module(gm, lazy=True) if graph.policy.certify != "off" else None
+    own = timeline if before is None else Timeline()
+    context = dataclasses.replace(graph.context("", {}), timeline=own)
     declined = apply_blocks(gm, context, choice, training=graph.training)
-    return declined + apply_searches(gm, context, choice, training=graph.training)
+    declined += apply_searches(gm, context, choice, training=graph.training)
+    if before is not None:
+        found = certify_overrides(before, gm, graph.id, graph.policy)
+        for event in with_verdicts((*own.events(), *found)):
+            timeline.append(event)
+    return declined
 
 
 def _record_broken(graph: CapturedGraph, name: str, error: str) -> None:

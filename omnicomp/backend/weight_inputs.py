@@ -13,6 +13,7 @@ from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.saved import State, state_of
+from omnicomp.builder.certificates import certify_weights, refuted
 from omnicomp.errors import Once
 from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.passes.dtypes.weights import Lifted, lift_casts
@@ -47,7 +48,23 @@ def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGrap
     if lifted is None:
         forget_tensors(narrow)
         return unchanged
+    if graph.policy.certify != "off" and not _certified(module, narrow, lifted, graph):
+        return unchanged
     return WeightInputs(module=narrow, inputs=lifted.inputs, lifted=lifted, graph=graph.id)
+
+
+def _certified(module: GraphModule, narrow: GraphModule, lifted: Lifted, graph: CapturedGraph) -> bool:
+    """Whether a graph that takes copies computes what it did with the casts."""
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    taken = [node.name for node in narrow.graph.find_nodes(op="placeholder")]
+    forms = {
+        taken[lifted.order.index(len(names) + place)]: (names[source], form.of)
+        for place, (source, form) in enumerate(zip(lifted.sources, lifted.forms, strict=True))
+    }
+    found = certify_weights(module, narrow, forms, graph.id, graph.policy)
+    for event in found:
+        current().append(event)
+    return not refuted(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,14 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import shared_code
 from omnicomp._torch.inductor.group_casts import cast_together
 from omnicomp._torch.symbols import free_symbols
 from omnicomp._torch.user_code import may_raise
 from omnicomp.analysis.nodes import fake_value, module_path
 from omnicomp.analysis.repeats import Repeat, Rules, find_repeats
+from omnicomp.builder.certificates import certify_calls, refuted
 from omnicomp.builder.partition import gather_getitems
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.timeline import Reason
@@ -65,6 +67,7 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
         return Shared(left_whole=left_whole(why))
     if context.part != "inference" and policy.dtype_policy.rewrites:
         cast_together(graph)
+    before = copy_module(module, lazy=True) if policy.certify != "off" else None
     _gather_results(graph)
     gather_getitems(module)
     nodes = [node for node in graph.nodes if node.op == "call_function" and not shared_code.is_seed(node)]
@@ -87,6 +90,12 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
         where = _share(module, nodes, repeat, f"repeated_{index}")
         calls[where] = calls.get(where, 0) + len(repeat.starts)
     graph.lint()
+    if before is not None:
+        found = certify_calls(before, module, context.graph_id)
+        context.timeline.append(found)
+        if refuted([found]):
+            module.graph = before.graph
+            return Shared(left_whole=left_whole(refuted([found])))
     module.recompile()
     return Shared(calls=calls)
 

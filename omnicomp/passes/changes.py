@@ -299,7 +299,7 @@ def _module(side: _Side, inputs: Sequence[str], inside: set[Node], ends: Sequenc
     for node in side.module.graph.nodes:
         if node in inside:
             made = graph.node_copy(node, values.__getitem__)
-            made.meta = {**_described(node)}
+            made.meta = {**_described(node), "nn_module_stack": node.meta.get("nn_module_stack")}
             values[node] = made
             if node.op in ("get_attr", "call_module"):
                 held[str(node.target)] = _attribute(side.module, str(node.target))

@@ -13,12 +13,13 @@ from torch.fx import GraphModule, Interpreter
 
 import omnicomp
 from omnicomp._torch.fx import copy_module, traced_call
+from omnicomp.analysis.certify import PROVED
 from omnicomp.builder import regions
 from omnicomp.builder.regions import Shared, share_regions
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings.base import GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
-from omnicomp.timeline import Timeline
+from omnicomp.timeline import Certified, Timeline
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +36,11 @@ def context(part: str = "inference", **options: Any) -> LoweringContext:
 
 
 def shared(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Shared, GraphModule]:
-    """Rewrite a traced function; what the graph computes on its inputs is compared with what the function returns."""
+    """Rewrite a traced function; it is certified, and compared with what the function returns."""
     module, _ = traced_call(function, inputs)
-    plain = copy_module(module)
-    result = share_regions(module, context())
+    plain, own = copy_module(module), context(certify="new")
+    result = share_regions(module, own)
+    assert [event.verdict for event in own.timeline if isinstance(event, Certified)] == [PROVED] * bool(result.calls)
     expected = Interpreter(plain).run(*inputs)
     got = Interpreter(module).run(*inputs)
     for one, another in zip(got, expected, strict=True):

@@ -70,10 +70,12 @@ def draw(wanted: Sequence[Any], masks: Mapping[str, str], seed: int, *, numbers:
 
 
 def _truth(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Truth values of which each row has one that holds."""
+    """Truth values of which each row has one that holds, and one that does not: they may say what is hidden."""
     found = torch.rand(shape, generator=generator) < 0.7
     if found.ndim:
         found[..., 0] |= ~found.any(-1)
+    if found.ndim and shape[-1] > 1:
+        found[..., -1] &= ~found.all(-1)
     return found
 
 

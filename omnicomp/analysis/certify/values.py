@@ -841,6 +841,12 @@ def _isinf(a: Any) -> Any:
     return _truth(torch.zeros_like(number_of(a).payload, dtype=torch.bool) if big is None else big.isinf())
 
 
+@_define(_aten.isneginf)
+def _isneginf(a: Any) -> Any:
+    big = number_of(a).big
+    return _truth(torch.zeros_like(number_of(a).payload, dtype=torch.bool) if big is None else big == -math.inf)
+
+
 @_define(_aten.isnan)
 def _isnan(a: Any) -> Any:
     return _truth(torch.zeros_like(number_of(a).payload, dtype=torch.bool))
@@ -911,8 +917,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 @_define(_aten.masked_fill)
 def _masked_fill(a: Any, mask: Any, value: Any) -> Any:
-    found = choose(_booleans(mask), number_of(value), number_of(a))
-    return Residue(found, a.dtype)
+    chosen = _booleans(mask)
+    if not bool(chosen.any()):  # such as NaN for rows that hide everything, where there are none
+        value = 0
+    return Residue(choose(chosen, number_of(value), number_of(a)), a.dtype)
 
 
 @_define(_aten._to_copy, _aten.to)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import omnicomp
+from omnicomp.analysis.certify import PROVED, REFUTED
 from omnicomp.analysis.nodes import insert_call, op_name
 from omnicomp.errors import OverrideError
 from omnicomp.lowerings.overrides.registry import registered, unregister
@@ -80,6 +81,16 @@ def test_a_place_is_taken_and_attested() -> None:
     assert "override" in {row.ran for row in omnicomp.audit().subgraphs}
     (rewrite,) = (rewrite for graph in omnicomp.audit().graphs for rewrite in graph.rewrites)
     assert (rewrite.name, rewrite.kind, rewrite.detail) == ("sin_cos", "search", "2 nodes")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_place_whose_reference_computes_something_else_is_refuted(right: bool) -> None:
+    declare(reference=reference if right else lambda x: torch.sin(torch.cos(x)))
+    run(plain, torch.randn(7, 9), certify="always")
+    (graph,) = omnicomp.audit().graphs
+    (certificate,) = graph.certificates
+    assert (certificate.name, certificate.verdict) == ("sin_cos", PROVED if right else REFUTED)
+    assert (calls, len(graph.rewrites), len(graph.near_misses)) == (["sin_cos"] * right, right, not right)
 
 
 def test_what_the_search_does_not_understand_is_told() -> None:
