@@ -11,7 +11,9 @@ other work; what a worker in the background takes is not in it. What this versio
 out, and said.
 
 `nested` marks each layer by `torch.compiler.nested_compile_region`, `layers` compiles each layer by itself. The stream
-is one of 200 random lengths, each of which is answered as it comes; the caches are empty.
+is one of 200 random lengths, each of which is answered as it comes; the caches are empty. `dynamo` is `backend="eager"`:
+what each candidate waits for. Its columns `CPU` are of the calling thread alone, which says how long a call works where
+other work has the processors; what it waits for, such as a lock, is in the clock's columns.
 """
 
 import argparse
@@ -63,15 +65,17 @@ if name == "layers":
         layer.compile(backend="inductor")
 elif name != "eager":
     options = {"background": True} if name == "background" else None
-    call = torch.compile(case.model, backend="omni" if omni else "inductor", options=options)
+    backend = "omni" if omni else {"dynamo": "eager"}.get(name, "inductor")
+    call = torch.compile(case.model, backend=backend, options=options)
 
-def once(inputs=case.inputs):
-    start = time.perf_counter()
+def once(inputs=case.inputs, clocks=(time.perf_counter,)):
+    start = [clock() for clock in clocks]
     with torch.no_grad():
         call(**inputs)
     if what["device"] == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    took = [clock() - begun for clock, begun in zip(clocks, start)]
+    return took if len(took) > 1 else took[0]
 
 def used():  # of all processors, with compilers that have ended
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -81,12 +85,14 @@ if what["stream"]:
     draw = random.Random(0)
     low, high = what["length"] // 8, what["length"]
     times = []
+    clocks = (time.perf_counter, time.thread_time)
     for _ in range(200):
         length = draw.randint(max(low, 2), high)
         inputs = {k: v[:, :length] if torch.is_tensor(v) and v.dim() == 2 else v for k, v in case.inputs.items()}
-        times.append(once(inputs))
-    ordered = sorted(times)
-    found["stream"] = {"p50": ordered[100], "p99": ordered[197], "worst": ordered[-1], "whole": sum(times)}
+        times.append(once(inputs, clocks))
+    for name, values in zip(("stream", "stream_cpu"), zip(*times)):
+        ordered = sorted(values)
+        found[name] = {"p50": ordered[100], "p99": ordered[197], "worst": ordered[-1], "whole": sum(values)}
 else:
     begin, before = time.perf_counter() - loading, used()
     found["first"] = once() + loading
@@ -160,7 +166,7 @@ def measured(arguments: argparse.Namespace, candidates: Sequence[str], root: Pat
     rows: list[dict[str, Any]] = []
     headers = root / "headers"
     run("inductor", "cold", 1, arguments, headers, "")
-    for layers in arguments.layers:
+    for layers in arguments.layers if arguments.only != "stream" else ():
         for number in range(arguments.rounds):
             order = candidates if number % 2 == 0 else candidates[::-1]
             for candidate in order:
@@ -174,8 +180,8 @@ def measured(arguments: argparse.Namespace, candidates: Sequence[str], root: Pat
                     found["file"] = Path(file).stat().st_size if omni and Path(file).exists() else 0
                     rows.append({"layers": layers, "round": number, "candidate": candidate, "state": state, **found})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    for number in range(arguments.rounds if arguments.stream else 0):
-        for candidate in ("eager", *candidates):
+    for number in range(arguments.rounds if arguments.only != "answers" else 0):
+        for candidate in ("eager", "dynamo", *candidates):
             folder = fresh(root / candidate, headers)
             found = run(candidate, "stream", arguments.layers[0], arguments, folder, "", stream=True)
             rows.append(
@@ -239,17 +245,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def stream_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Percentiles of the answers of the stream, in milliseconds."""
+    """Percentiles of the answers of the stream in milliseconds, by the clock and in the calling thread."""
     lines: list[list[str]] = []
+    names, measures = ("p50", "p99", "worst", "whole"), ("stream", "stream_cpu")
     for candidate in dict.fromkeys(r["candidate"] for r in rows if r["state"] == "stream"):
         own = [r for r in rows if r["state"] == "stream" and r["candidate"] == candidate]
-        good = [r["stream"] for r in own if "stream" in r]
-        if not good:
-            lines.append([candidate, own[0].get("failed", ""), "", "", ""])
-            continue
-        names = ("p50", "p99", "worst", "whole")
-        lines.append([candidate, *(f"{1e3 * statistics.median(g[name] for g in good):.1f}" for name in names)])
-    return markdown_table(["stream of 200 lengths", "p50 ms", "p99 ms", "worst ms", "whole ms"], lines)
+        good = [r for r in own if "stream" in r]
+        cells = [f"{1e3 * statistics.median(r[m][name] for r in good):.1f}" for m in measures for name in names if good]
+        lines.append([candidate, *(cells or [own[0].get("failed", ""), *[""] * 7])])
+    header = [f"{name} {unit}" for unit in ("ms", "CPU ms") for name in names]
+    return markdown_table(["stream of 200 lengths", *header], lines)
 
 
 def available() -> dict[str, str]:
@@ -265,7 +270,7 @@ def main() -> None:
     add_common_arguments(parser)
     parser.add_argument("--layers", nargs="+", type=int)
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
-    parser.add_argument("--no-stream", dest="stream", action="store_false", help="without the stream of lengths")
+    parser.add_argument("--only", choices=("answers", "stream"), help="one of the two tables")
     parser.add_argument("--json", metavar="FILE", help="write every measurement to a file")
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or ([2] if arguments.quick else [2, 8, 32, 80])
@@ -279,8 +284,9 @@ def main() -> None:
     candidates = [name for name in arguments.candidates if name not in missing]
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(arguments, candidates, Path(folder))
-    print(table(rows))
-    if arguments.stream:
+    if arguments.only != "stream":
+        print(table(rows))
+    if arguments.only != "answers":
         print(stream_table(rows))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))

@@ -184,8 +184,8 @@ def _obstacle(graph: CapturedGraph, sharing: overlaps.Sharing) -> str:
         return "it is compiled outside of Dynamo"
     if sharing.returned:
         return "it writes to inputs that share memory, and returns views of them"
-    if engines_of(policy):
-        return "an engine gets the weights of this process"
+    if engines := engines_of(policy):
+        return f"the engine {engines[0]!r} gets the weights of this process"
     settings = set(policy.candidates or INDUCTORS) & set(INDUCTORS) if graph.device.type == "cpu" else ()
     if policy.choose == "measure" and not settings:
         return "the candidates of lowerings='measure' build in weights of this process"

@@ -305,14 +305,24 @@ def test_a_mask_is_right_whatever_the_calls_bring(desk: Desk) -> None:
     assert states()[-1] == "swapped"
 
 
-@pytest.mark.parametrize("option", [{"on_error": "raise"}, {"fallback": {"max_nodes": 99}}])
-def test_what_can_not_be_built_elsewhere_is_built_here_with_a_reason(desk: Desk, option: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"on_error": "raise"}, "ask for errors"),
+        ({"fallback": {"max_nodes": 99}}, "ask for errors"),
+        ({"lowerings": ["toy", "eager"]}, "the engine 'toy'"),
+    ],
+)
+def test_what_can_not_be_built_elsewhere_is_built_here_with_a_reason(
+    desk: Desk, option: dict[str, Any], named: str
+) -> None:
     call, x = compiled(gelu, **option), torch.randn(4, 4)
     torch.testing.assert_close(call(x), gelu(x))
     assert not desk.orders
     (event,) = events(Background)
     assert event.state == "foreground"
     assert event.reason.code == "not_in_background"
+    assert named in event.reason.sentence
     assert [(each.key, each.effective) for each in events(Option)] == [("background", "False")]
     assert events(Ran)
 
