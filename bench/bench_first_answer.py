@@ -11,9 +11,9 @@ other work; what a worker in the background takes is not in it. What this versio
 out, and said.
 
 `nested` marks each layer by `torch.compiler.nested_compile_region`, `layers` compiles each layer by itself. The stream
-is one of 200 random lengths, each of which is answered as it comes; the caches are empty. `dynamo` is `backend="eager"`:
-what each candidate waits for. Its columns `CPU` are of the calling thread alone, which says how long a call works where
-other work has the processors; what it waits for, such as a lock, is in the clock's columns.
+is one of 200 random lengths, each of which is answered as it comes; the caches are empty. There, `dynamo` is
+`backend="eager"`: what each candidate waits for. Its columns `CPU` are of the calling thread alone, which says how long
+a call works where other work has the processors; what it waits for, such as a lock, is in the clock's columns.
 """
 
 import argparse

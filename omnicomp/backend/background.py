@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -50,6 +50,7 @@ _PATIENCE: Final = 64
 """After so many calls a graph is exchanged though a backward of an earlier call is still to come."""
 _HOT: Final = 16
 """After so many calls of a compiled graph a better one is looked for."""
+_SWITCH_SECONDS: Final = 1e-4
 _AUTOTUNING: Final = (
     "max_autotune",
     "max_autotune_pointwise",
@@ -385,8 +386,7 @@ class Behind:
 
     def _take_better(self, reply: bytes) -> None:
         try:
-            compile_fx.prepare_to_load(self._graph.device.type)
-            with control_flow.compile_lock, control_flow.unseen_by_hooks(), forking:
+            with self._restoring():
                 call = self._read_better(pickle.loads(reply))
         except Exception as error:  # noqa: BLE001 - becomes the reason why the other build stays
             self._keep(f"what was built can't be loaded: {first_line(error)}")
@@ -447,9 +447,7 @@ class Behind:
     def take(self, reply: bytes) -> None:
         """Restore what a worker returned; the next call may run it."""
         try:
-            # What is slow, and needs no lock: calls that compile would wait for it.
-            compile_fx.prepare_to_load(self._graph.device.type)
-            with control_flow.compile_lock, control_flow.unseen_by_hooks(), forking:
+            with self._restoring():
                 exchange = self._read(pickle.loads(reply))
         except Exception as error:  # noqa: BLE001 - becomes the reason why the graph stays eager
             self.give_up(f"what was built can't be loaded: {first_line(error)}")
@@ -480,6 +478,23 @@ class Behind:
         self._exchange = exchange
         self._over()
 
+    @contextlib.contextmanager
+    def _restoring(self) -> Generator[None]:
+        """Read what was built, while calls go on.
+
+        Each of their operators gives the interpreter away. It is to get it back at once, not after the five
+        milliseconds that Python lets a thread have.
+        """
+        # What is slow, and needs no lock: calls that compile would wait for it.
+        compile_fx.prepare_to_load(self._graph.device.type)
+        with control_flow.compile_lock, control_flow.unseen_by_hooks(), forking:
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+            try:
+                yield
+            finally:
+                sys.setswitchinterval(before)
+
     def _restored(self, state: State, id: str = "") -> Callable[..., Any]:
         relay = _Relay(self._timeline)
         with drafting(relay), on_function(eager_gradients(self._graph)):
@@ -497,8 +512,7 @@ class Behind:
         assert self._variants is not None
         id = f"{self._graph.id}:{name}"
         try:
-            compile_fx.prepare_to_load(self._graph.device.type)
-            with control_flow.compile_lock, control_flow.unseen_by_hooks(), forking:
+            with self._restoring():
                 answer: Answer = pickle.loads(reply)
                 state = answer.state
                 found = dict(state.assumed).get(case) if isinstance(state, SavedVariants) else None

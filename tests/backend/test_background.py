@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -402,6 +403,18 @@ def test_the_graph_is_not_built_for_a_program_that_has_forgotten_it(desk: Desk) 
     gc.collect()
     assert not desk.orders[0].is_wanted()
     assert omnicomp.wait(0)
+
+
+def test_calls_get_the_interpreter_at_once_while_a_graph_is_restored(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, x, seen, read = compiled(gelu), torch.randn(4, 4), [], background.Behind._read
+    monkeypatch.setattr(background.Behind, "_read", lambda *args: seen.append(sys.getswitchinterval()) or read(*args))
+    before = sys.getswitchinterval()
+    call(x)
+    desk.work()
+    assert seen == [pytest.approx(background._SWITCH_SECONDS)]
+    assert sys.getswitchinterval() == before
 
 
 def test_threads_that_call_while_the_graph_is_exchanged_all_get_eagers_values(desk: Desk) -> None:
