@@ -1,9 +1,12 @@
 """Symbolic sizes."""
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
 
 import sympy
 import torch
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols, free_unbacked_symbols
 
 __all__ = [
@@ -13,6 +16,8 @@ __all__ = [
     "free_symbols",
     "free_unbacked_symbols",
     "known_range",
+    "read_number",
+    "unbound",
 ]
 
 
@@ -52,3 +57,30 @@ def environment_text(value: Any) -> str:
         sorted(f"{key}={table[key]}" if isinstance(table, dict) else str(key) for key in table) for table in tables
     ]
     return repr([*texts, [str(guard.expr) for guard in environment.guards]])
+
+
+def read_number(value: torch.Tensor, *, least: int, most: int) -> int:
+    """The number in an integer tensor of one element; an unbacked symbol of that range where a graph is traced.
+
+    Raises:
+        RuntimeError: it is not in the range.
+    """
+    # AOTAutograd traces under another mode than Dynamo, and Inductor goes on with it.
+    mode = getattr(value, "fake_mode", None) or detect_fake_mode(value)
+    if mode is not None:
+        # Dynamo breaks its graph at a number of the program's own (capture_scalar_outputs); that is done by now.
+        mode.allow_scalar_outputs = True
+    number: Any = value.item()
+    if isinstance(number, torch.SymInt):
+        number.node.shape_env._constrain_range_for_size(number.node.expr, least, most)
+    torch._check(number >= least)
+    torch._check(number <= most)
+    return number
+
+
+@contextlib.contextmanager
+def unbound(like: torch.Tensor) -> Generator[None]:
+    """Evaluate on fake tensors of the mode of `like` what is traced again later: its symbols are made anew then."""
+    environment = getattr(getattr(like, "fake_mode", None), "shape_env", None)
+    with environment.ignore_fresh_unbacked_symbols() if environment is not None else contextlib.nullcontext():
+        yield

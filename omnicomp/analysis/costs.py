@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from omnicomp._torch.symbols import known_range
 from omnicomp.analysis.nodes import fake_value
 
 _FREE_OPS = frozenset(
@@ -155,4 +156,6 @@ def _expression(size: Any, hints: dict[sympy.Symbol, int]) -> sympy.Expr:
     for symbol in symbols:
         if symbol in known:
             hints[symbol] = int(known[symbol])
+        elif (most := known_range(size, symbol)[1]) is not None:
+            hints[symbol] = most  # it depends on data
     return expression

@@ -14,7 +14,7 @@ from omnicomp.passes.attention.flexible import SPARSE_PAIRS
 from omnicomp.passes.attention.form import LEAST_IN_HALF, SWALLOWS, Form
 from omnicomp.passes.attention.masking import Masking, known_masking, mask_key, with_class
 from omnicomp.passes.attention.masks import Mask, sees_first_key, under
-from omnicomp.passes.attention.sdpa import hides
+from omnicomp.passes.attention.sdpa import axes_of_step, hides
 from omnicomp.passes.attention.session import Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Site, axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Term, flat
@@ -152,7 +152,7 @@ class _Wish:
             weak = _weak(rest, groups)
             if site.dtype is torch.float16 and len(biases) != len(masking.biases):
                 weak = set()  # several biases may together be as low as what swallows scores
-            shown = {axis for step in form.mask for axis in _axes_of(step)}
+            shown = {axis for step in form.mask for axis in axes_of_step(step)}
             guarded = _count(shown) if weak and shown & keys else 0
         if not (strong or weak):
             return None
@@ -226,10 +226,6 @@ def _named(groups: _Groups) -> dict[str, tuple[Axis, ...]]:
 
 def _negated(step: Add) -> Term:
     return Apply(dtype=step.term.dtype, op="neg", args=(step.term,)) if step.negative else step.term
-
-
-def _axes_of(step: Any) -> set[Axis]:
-    return axes_in(step.condition if isinstance(step, Fill) else step.term)
 
 
 def _hides_at(term: Term) -> float:

@@ -24,7 +24,7 @@ LEAST_IN_HALF: Final = torch.finfo(torch.float16).min
 # A bias that reaches below this is a mask.
 _MASKS: Final = -1e3
 # A score that is so far below another one has a weight of 0, also in double precision.
-_NO_WEIGHT: Final = 1000.0
+NO_WEIGHT: Final = 1000.0
 # Trained parameters are taken to be small: added to the most negative number of any dtype, they do not overflow.
 _TRAINED: Final = 8.0
 # Where the question is only whether a product may be -inf.
@@ -271,7 +271,7 @@ def _stays_hidden(site: Site, value: float, later: Sequence[Step], reader: Reade
                 return False
         elif isinstance(step, Floor):
             absorbed = max(absorbed, step.value)
-    return (added or absorbed <= -_NO_WEIGHT) and lift <= -absorbed / 2
+    return (added or absorbed <= -NO_WEIGHT) and lift <= -absorbed / 2
 
 
 def _is_positive(term: Term, reader: Reader) -> bool:

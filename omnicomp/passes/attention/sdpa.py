@@ -45,6 +45,7 @@ class Variant:
         rows_nonempty: every query is known to have a key.
         keys_nonempty: every key is known to be attended by a query.
         padded: pad the features of queries and keys, or of values, to one size.
+        filled: read the keys up to the last one that a query sees.
     """
 
     grouped: bool = False
@@ -53,6 +54,7 @@ class Variant:
     rows_nonempty: bool = False
     keys_nonempty: bool = False
     padded: bool = False
+    filled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,11 +282,12 @@ def _pad(query: Any, key: Any, value: Any, builder: Builder) -> tuple[Any, Any, 
 
 
 def _of_rows(site: Site, step: Step) -> bool:
-    return not _axes_of_step(step) & set(flat(site.keys))
+    return not axes_of_step(step) & set(flat(site.keys))
 
 
-def _axes_of_step(step: Step) -> set[Axis]:
-    term = step.condition if isinstance(step, Fill) else step.term if isinstance(step, Scale) else None
+def axes_of_step(step: Step) -> set[Axis]:
+    """The axes that what a step does depends on."""
+    term = step.condition if isinstance(step, Fill) else step.term if isinstance(step, Scale | Add) else None
     return axes_in(term) if term is not None else set()
 
 
@@ -294,7 +297,7 @@ def _with_weights(site: Site, form: Form, value: Any, kept: tuple[Axis, ...], bu
     for step in site.weights:
         if _of_rows(site, step):
             continue
-        if _axes_of_step(step) & {*flat(site.queries), *form.shared}:
+        if axes_of_step(step) & {*flat(site.queries), *form.shared}:
             raise MatchEnded(
                 site.output,
                 "the attention weights are changed between the softmax and the values, for each query and key",
@@ -444,7 +447,7 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     if not infinite and ((averages and not filled) or not hiding):
         return GuardedMask(mask)
     top = call(torch.amax, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
-    lowest = _lowest(site, form, reader)
+    lowest = lowest_of(site, form, reader)
     empty = None
     if infinite:
         empty = call(torch.isneginf, (top,))
@@ -485,7 +488,7 @@ def _passes_gradients(site: Site, form: Form, reader: Reader) -> bool:
     return True
 
 
-def _lowest(site: Site, form: Form, reader: Reader) -> float:
+def lowest_of(site: Site, form: Form, reader: Reader) -> float:
     """At which number a mask has swallowed all scores of a row, or taken their place.
 
     Raises:

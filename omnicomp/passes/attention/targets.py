@@ -19,6 +19,7 @@ from omnicomp.passes.attention.differentiable import (
     head_sizes_pay,
     sink_kernel,
 )
+from omnicomp.passes.attention.filled import cut, is_prefix, may_be_filled
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
@@ -110,6 +111,8 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
     lowered = session.computed_dtype(site) is not site.dtype
     if not lowered and flex_pays(site, form, masking, session):
         yield flexible
+    for variant in _filled(site, form, masking, session):
+        yield functools.partial(_plain, site, form, masking, variant)
     for variant in _variants(site, form, masking):
         yield functools.partial(_plain, site, form, masking, variant)
     for variant in _variants(site, form, masking):
@@ -130,6 +133,8 @@ def _ways_of_call(site: Site, form: Form, masking: Masking, session: Session) ->
     lowered = session.computed_dtype(site) is not site.dtype
     if not lowered and not site.call.default_scale and flex_pays(site, form, masking, session):
         yield functools.partial(insert, site, form, masking)
+    for variant in _filled(site, form, masking, session) if site.call.mask is not None else ():
+        yield functools.partial(_same_mask, site, form, masking, variant, better=True)
     repeated = any(
         hint_of(fake_value(given).numel()) > hint_of(held.value.fake.numel())
         for given, held in zip(site.call.operands[1:], (site.key, site.value), strict=True)
@@ -226,6 +231,17 @@ def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
             )
 
 
+def _filled(site: Site, form: Form, masking: Masking, session: Session) -> Iterator[Variant]:
+    """The ways that read no more keys than are seen, where there may be fewer."""
+    if not may_be_filled(site, form, masking, session):
+        return
+    prefix = is_prefix(site, masking)
+    for variant in _variants(site, form, masking):
+        if not variant.unmasked and not variant.is_causal:
+            # Of the keys that are read, each is seen if what is hidden begins at one key.
+            yield dataclasses.replace(variant, filled=True, keys_nonempty=variant.keys_nonempty or prefix)
+
+
 def _width(features: tuple[Axis, ...]) -> Any:
     size: Any = 1
     for axis in flat(features):
@@ -273,6 +289,9 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
         target = PINNED_ATTENTION
         kwargs = {k: v for k, v in kwargs.items() if k != "attn_mask"} | {"kernel": pinned}
         operands = operands if made.mask is None else (*operands, made.mask)
+    if variant.filled:
+        made = cut(made, site, form, attempt)
+        operands, kwargs = (made.query, made.key, made.value), {**kwargs, "attn_mask": made.mask}
     fused = attempt.call(target, operands, kwargs)
     fused = finish(site, form, fused, made, attempt.builder)
     detail = _describe(site, form, masking, variant, kernel)
@@ -524,6 +543,8 @@ def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel
         words.append("is_causal")
     elif form.mask and not variant.unmasked:
         words.append(f"dense mask ({masking.name})")
+    if variant.filled:
+        words.append("keys up to the last one seen")
     if variant.grouped:
         words.append("enable_gqa")
     if variant.padded:
