@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -258,6 +259,13 @@ def test_a_package_that_is_none_or_not_trusted_is_refused(tmp_path: Path) -> Non
     path = tmp_path / "model.pt2"
     path.write_bytes(b"nothing")
     with pytest.raises(SaveError, match="can't be loaded"):
+        omnicomp.load_package(path)
+    with ZipFile(path, "w") as archive:
+        archive.writestr("model/code.so", bytes(1000))
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SaveError, match=r"model/code.so is damaged"):
         omnicomp.load_package(path)
     path.chmod(0o666)
     with pytest.raises(SaveError, match="other users may write"):

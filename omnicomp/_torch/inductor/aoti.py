@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch._C._aoti import AOTIModelPackageLoader
@@ -78,7 +79,15 @@ def write(path: Path, files: list[Any], extra: Mapping[str, str]) -> None:
 
 
 def read_texts(path: Path) -> dict[str, str]:
-    """The texts in a package beside the model."""
+    """The texts in a package beside the model.
+
+    Raises:
+        BadZipFile: a byte of the package is another one than was written; torch's reader does not look.
+    """
+    with ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise BadZipFile(f"{damaged} is damaged")
     with PT2ArchiveReader(os.fspath(path)) as archive:
         return _load_extra_files(archive, archive.get_file_names())
 
