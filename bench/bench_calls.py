@@ -65,35 +65,35 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def column_of(event: Rewrite | NearMiss, shown: bool) -> str:
-    """Where an attention counts; `shown` says whether the values of its graph's masks showed what they are."""
+def column_of(event: Rewrite | NearMiss, shown: str | None) -> str:
+    """Where an attention counts; `shown` is what the values of its graph's masks showed, None if nobody looked."""
     if isinstance(event, NearMiss):
         return "missed"
     mask = _MASK.search(event.detail)
     if mask is None:
         return "bias" if "score" in event.detail else "told"
     names = mask.group(1).split(" and ")
-    if "unknown" in names and not shown:
+    if (shown == "" and not {"unknown", "bias"}.isdisjoint(names)) or (shown is None and "unknown" in names):
         return "open"
     if event.target == "flex_attention":
         return "blocks"
-    return "bias" if names == ["bias"] else "named"
+    return "bias" if names == ["bias"] and (shown is None or shown.endswith(": a bias")) else "named"
 
 
 def counted(events: list[Any]) -> Iterator[tuple[str, Rewrite | NearMiss]]:
     """The attentions of all graphs, each with its column; of several variants of a graph those of the first."""
-    named: dict[str, bool] = {}
+    shown: dict[str, str] = {}
     first: dict[str, str] = {}
     for event in events:
         if isinstance(event, Speculation) and event.state in ("held", "failed"):
-            # A class or a usual name follows the colon.
-            parts = event.sentence.split("; ")
-            named.setdefault(event.graph, all(": " in part for part in parts))
+            # A class or a usual name follows the colon, for each mask that was looked at.
+            known = all(": " in part for part in event.sentence.split("; "))
+            shown.setdefault(event.graph, event.sentence if known else "")
     for event in events:
         if isinstance(event, Rewrite | NearMiss) and event.kind == "attention":
             graph = event.graph.partition(":")[0]
             if first.setdefault(graph, event.graph) == event.graph:
-                yield column_of(event, named.get(graph, False)), event
+                yield column_of(event, shown.get(graph)), event
 
 
 def measured(models: Any, name: str, way: str, mask: str, size: int) -> tuple[Found, float]:

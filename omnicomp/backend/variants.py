@@ -99,8 +99,11 @@ class Checks:
                 found.append("")
                 continue
             with torch.no_grad():
-                visible, _ = item.check.forward(*[values[i] for i in wanted])
-                found.append(usual_name(visible))
+                visible, other = item.check.forward(*[values[i] for i in wanted])
+                name = usual_name(visible)
+                if other is not None and bool(other):
+                    name = f"{name}, by numbers that may not hide a key" if name else "a bias"
+                found.append(name)
         return found
 
 

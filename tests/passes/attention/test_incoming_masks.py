@@ -281,6 +281,12 @@ def test_what_is_added_and_hides_nothing_stays(number: float, pays: None) -> Non
     assert classes()[0] == "causal"
 
 
+def test_numbers_that_may_not_hide_are_told_beside_the_name(pays: None) -> None:
+    torch.compile(attend, backend="omni", options=OPTIONS, fullgraph=True)(*operands(), added(CAUSAL, -1e4))
+    told = [event.sentence for graph in omnicomp.audit().graphs for event in graph.speculations]
+    assert told[-1] == "the class of the mask: no row is empty (causal, by numbers that may not hide a key)"
+
+
 def test_small_attentions_and_switched_off_ones_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compile(attend, backend="omni", options=OPTIONS, fullgraph=True)(*operands(), added(CAUSAL))
     monkeypatch.setattr(assume, "worth", lambda *args, **kwargs: None)
