@@ -8,6 +8,7 @@ none. The key holds the version of the package, so that an edited pass or checke
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -16,21 +17,26 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from omnicomp._torch.autograd.attention import hint_of
 from omnicomp._torch.fx import describe, fake_mode
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp._torch.symbols import environment_text
 from omnicomp.analysis import certify
+from omnicomp.analysis.certify.inputs import mask
 from omnicomp.analysis.nodes import fake_value, module_path, source_line
 from omnicomp.errors import PassError, first_line
 from omnicomp.options.digest import package_digest
 from omnicomp.passes import assumptions as masks
 from omnicomp.passes.changes import Change, UncutError, changes
 from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, load_graph
+from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.shrink import Shrunk, shrunk
+from omnicomp.passes.verdicts import Checker
 from omnicomp.timeline import Certified, Event, NearMiss, Reason, Rewrite
 
 CACHE: Final = "certificates"
+_MOST_MASKED: Final = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,8 +111,9 @@ def certified(
     Raises:
         NotCertifiedError: what computes something else can't be told from the rest.
     """
-    rests = [*claims, *_of_masks(assumed)]
-    unsaid = [item.sentence for item in assumed if not _said(item)]
+    told = {item.key: _of_mask(item, before) for item in assumed}
+    rests = [*claims, *filter(None, told.values())]
+    unsaid = [item.sentence for item in assumed if told[item.key] is None]
     found: list[Certified] = []
     wrong: list[Callable[[], None]] = []
     try:
@@ -224,19 +231,36 @@ def _of_sizes(small: Shrunk) -> tuple[certify.Assumption, ...]:
     return (certify.Assumption(certify.SIZES, detail=sizes),)
 
 
-def _said(item: masks.Assumption) -> bool:
-    """Whether the checker has a word for what is assumed of a mask."""
-    return item.holds is not None and item.holds.kind in ("full", "causal")
+def _of_mask(item: masks.Assumption, module: GraphModule) -> certify.Assumption | None:
+    """What is assumed of an input by what is assumed of the mask that is made of it, for the checker.
+
+    None if there is no word for it: then the input is random, and what is refuted may hold all the same.
+    """
+    nodes = [node for node in module.graph.find_nodes(op="placeholder") if node.name in item.inputs]
+    value = fake_value(nodes[0]) if len(nodes) == 1 == len(item.inputs) else None
+    if item.holds is None or not isinstance(value, torch.Tensor) or value.dtype.is_complex:
+        return None
+    shape = tuple(hint_of(size) for size in value.shape)
+    if math.prod(shape) > _MOST_MASKED:
+        return None
+    for word in _words(item.holds):
+        made = mask(word, shape, value.dtype).to(value.device)
+        if Checker([dataclasses.replace(item, holds=None)]).verdicts([[made]]) == [item.holds]:
+            return certify.Assumption(certify.MASK_CLASS, subject=item.inputs[0], detail=word)
+    return None
 
 
-def _of_masks(assumed: Iterable[masks.Assumption]) -> list[certify.Assumption]:
-    """What is assumed of masks that are inputs, for the checker."""
-    return [
-        certify.Assumption(certify.MASK_CLASS, subject=name, detail=item.holds.kind)
-        for item in assumed
-        if item.holds is not None and _said(item)
-        for name in item.inputs
-    ]
+def _words(holds: MaskClass) -> tuple[str, ...]:
+    """Classes of an input that may make a mask of a class."""
+    if holds.kind == "band":
+        return (f"band {_bound_of(holds.left)} {_bound_of(holds.right)}",)
+    if holds.kind == "prefix":
+        return (f"prefix {_bound_of(holds.right)} {_bound_of(holds.length)}",)
+    return {"full": ("full", "hidden"), "causal": ("causal", "causal_bottom_right")}.get(holds.kind, ())
+
+
+def _bound_of(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
 
 def _data(*sides: GraphModule) -> list[Plain] | None:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from omnicomp._torch.dtypes import ENTER
-from omnicomp.analysis.certify import NO_OVERFLOW, ROUNDING, Assumption
+from omnicomp.analysis.certify import DTYPES, NO_OVERFLOW, ROUNDING, Assumption
 from omnicomp.analysis.nodes import op_name
 from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
@@ -88,8 +88,8 @@ class Legalise(Pass):
     log: bool = True
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
-        """Another rounding, and the range of the dtype that the device has."""
-        return tuple(map(Assumption, (ROUNDING, NO_OVERFLOW)))
+        """Another rounding, and the range of the dtype that the device has, also in what other operators read."""
+        return tuple(map(Assumption, (ROUNDING, NO_OVERFLOW, DTYPES)))
 
     def of(self, policy: Policy) -> "Legalise":
         """This pass with the options that the user's policy gives it."""

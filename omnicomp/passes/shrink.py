@@ -165,4 +165,4 @@ def _outputs(module: GraphModule) -> list[Any] | None:
     if "example_value" not in output.meta:
         return None
     leaves = tree_leaves(output.meta["example_value"])
-    return [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -5,12 +5,17 @@ from typing import ClassVar
 
 import pytest
 import torch
+from lacking import Lacking
+from torch.fx import symbolic_trace
 
 import omnicomp
 from omnicomp import timeline
+from omnicomp._torch.fx import describe
 from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import insert_call
-from omnicomp.passes import Pass, PassContext, PassResult
+from omnicomp.passes import Pass, PassContext, PassResult, run_pipeline
+from omnicomp.passes.attention import assume
+from omnicomp.passes.legalise import Legalise
 from omnicomp.timeline import Certified
 
 
@@ -148,3 +153,36 @@ def test_attention_with_a_mask_as_input_is_not_refuted():
     torch.testing.assert_close(compiled(x, x, x, mask), attention(x, x, x, mask))
     assert certified()
     assert certify.REFUTED not in {event.verdict for event in certified()}
+
+
+@pytest.mark.parametrize("holds", ["full", "causal"])
+def test_what_is_assumed_of_a_mask_is_told_of_the_input_that_it_is_made_of(holds: str, monkeypatch: pytest.MonkeyPatch):
+    def padded(q, mask):  # of whole numbers, as tokenizers give
+        hidden = (1.0 - mask.float()) * torch.finfo(torch.float32).min
+        return ((q @ q.mT) / 8**0.5 + hidden).softmax(-1) @ q
+
+    monkeypatch.setattr(assume, "worth", lambda *args, **kwargs: None)
+    q, mask = torch.randn(2, 4, 16, 8), torch.ones(16, 16, dtype=torch.int64)
+    mask = mask if holds == "full" else mask.tril()
+    torch.compiler.reset()
+    compiled = torch.compile(padded, backend="omni", options={"lowerings": ["eager"], "certify": "new"})
+    torch.testing.assert_close(compiled(q, mask), padded(q, mask))
+    (event,) = certified()
+    assert event.verdict == certify.PROVED
+    assert f"mask_class l_mask_ {holds}" in event.assumptions
+
+
+def test_other_dtypes_than_a_device_has_are_proved_up_to_rounding():
+    graph = symbolic_trace(lambda x, w: torch.softmax(x @ w, -1).sum(-1) + x.mean(-1))
+    context = PassContext(
+        graph_id="g0",
+        device=Lacking(uncomputed=(torch.bfloat16,)),
+        timeline=timeline.Timeline(),
+        training=False,
+        certify="always",
+    )
+    describe(graph, [torch.randn(6, 8).bfloat16(), torch.randn(8, 6).bfloat16()])
+    run_pipeline([Legalise(log=False)], graph, context)
+    verdicts = [event.verdict for event in context.timeline if isinstance(event, Certified)]
+    assert verdicts
+    assert set(verdicts) == {certify.PROVED}

@@ -13,6 +13,7 @@ MASK_CLASS: Final = "mask_class"
 SIZES: Final = "sizes"
 ROUNDING: Final = "rounding"
 STRIDES: Final = "strides"
+DTYPES: Final = "dtypes"
 DRAWS: Final = "draws"
 BLOCKS: Final = "blocks"
 
@@ -25,13 +26,18 @@ KINDS: Final[Mapping[str, str]] = {
     SIZES: "the sizes are those that the check was asked about",
     ROUNDING: "results may differ by rounding, within the bound `detail` where there is one",
     STRIDES: "results may have other strides",
+    DTYPES: "results may have other dtypes, of floating-point, complex or whole numbers as before",
     DRAWS: "random numbers may be drawn otherwise, with the same distribution",
     BLOCKS: "the block mask lists every block in which its predicate holds, and calls no other one full",
 }
 """The kinds of assumptions, and what each says."""
 
-MASK_CLASSES: Final = ("full", "hidden", "causal", "causal_bottom_right", "padding")
-"""What an assumption of the kind `mask_class` may say; `padding` hides the last keys of each row alike."""
+MASK_CLASSES: Final = ("full", "hidden", "causal", "causal_bottom_right", "padding", "band", "prefix")
+"""What an assumption of the kind `mask_class` may say; `padding` hides the last keys of each row alike.
+
+Numbers follow some: `band LEFT RIGHT`, where a query q sees the keys from q - LEFT to q + RIGHT, and `prefix RIGHT
+LENGTH`, where it sees those up to q + RIGHT and the first LENGTH; `-` is no bound.
+"""
 
 
 PROVED: Final = "proved"
@@ -60,7 +66,7 @@ class Assumption:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"no assumption is of the kind {self.kind!r}; there are {', '.join(KINDS)}")
-        if self.kind == MASK_CLASS and self.detail not in MASK_CLASSES:
+        if self.kind == MASK_CLASS and self.detail.partition(" ")[0] not in MASK_CLASSES:
             raise ValueError(f"no class of masks is named {self.detail!r}; there are {', '.join(MASK_CLASSES)}")
 
 

@@ -58,6 +58,7 @@ class _Variant:
     wanted: list[Any]
     original: bool
     numbers: Mapping[Any, int]
+    masks: Mapping[str, str]
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -130,20 +131,20 @@ class _Check:
         found: list[_Variant] = []
         reason = "no sizes that the guards allow are small enough"
         for position, numbers in enumerate(sizes.assignments(self.before, 2, self.seed)):
-            family = sizes.Family(self.before, self.after, numbers)
+            family = sizes.Family(self.before, self.after, numbers, found=inputs.bounds(self.masks))
             try:
                 family.learn()
             except Exception as error:  # noqa: BLE001 - the reason is raised if there are no other sizes
                 reason = _said(error)
                 wanted = inputs.shapes(self.before, numbers, {})
                 if sum(math.prod(each[1]) for each in wanted if isinstance(each, tuple)) < _ELEMENTS // 20:
-                    found.append(_Variant(self.before, self.after, wanted, True, numbers))
+                    found.append(_Variant(self.before, self.after, wanted, True, numbers, self.masks))
                 continue
             self.families.append(family)
             small = family.elements <= _ELEMENTS
             if small and (position == 0 or numbers):
                 wanted = inputs.shapes(self.before, numbers, {})
-                found.append(_Variant(self.before, self.after, wanted, True, numbers))
+                found.append(_Variant(self.before, self.after, wanted, True, numbers, self.masks))
             if numbers and small:
                 continue
             for keep, start in ((sizes.STRUCTURE, 5 + position), (sizes.STRUCTURE, 7), (64, 65), (256, 257)):
@@ -169,7 +170,7 @@ class _Check:
             return None
         if shapes[0] != shapes[1] or elements > limit:
             return None
-        return _Variant(before, after, wanted, False, family.numbers)
+        return _Variant(before, after, wanted, False, family.numbers, inputs.resized(self.masks, made))
 
     # ---- algebra
 
@@ -236,7 +237,7 @@ class _Check:
     def _compare(self, variant: _Variant, seed: int) -> tuple[c.Witness | None, tuple[State, State]]:
         states = self._state(), self._state()
         with values.running(states[0]):
-            given = inputs.draw(variant.wanted, self.masks, seed, numbers=False)
+            given = inputs.draw(variant.wanted, variant.masks, seed, numbers=False)
         sides = [
             self._side(module, given, state)
             for module, state in zip((variant.before, variant.after), states, strict=True)
@@ -261,14 +262,14 @@ class _Check:
 
     def _side(self, module: GraphModule, given: Sequence[Any], state: State) -> list[tuple[int | str, Any]]:
         """The outputs of a graph, and its inputs after it ran."""
-        own = [inputs.copied(value) for value in given]
+        own = inputs.taken(module, given)
         with values.running(state):
             try:
                 outputs = interpret.run(module, own)
             except Unsupported as error:
                 if not values.into_constant(error):
                     raise
-                own = [inputs.copied(value) for value in given]
+                own = inputs.taken(module, given)
                 state.lift = True
                 state.draws.clear()
                 outputs = interpret.run(module, own)
@@ -280,7 +281,7 @@ class _Check:
 
     def _exact(self, variant: _Variant, seed: int, scale: float) -> list[list[tuple[int | str, Any]]]:
         """What both graphs make of random numbers in float64."""
-        given = inputs.draw(variant.wanted, self.masks, seed, numbers=True, scale=scale)
+        given = inputs.draw(variant.wanted, variant.masks, seed, numbers=True, scale=scale)
         given = [v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in given]
         found: list[list[tuple[int | str, Any]]] = []
         for module in (variant.before, variant.after):
@@ -290,7 +291,7 @@ class _Check:
 
     def _ties(self, variant: _Variant) -> c.Witness | None:
         """Where the graphs differ for small integers, of which some are equal and some zero."""
-        given = inputs.draw(variant.wanted, self.masks, self.seed, numbers=True, scale=1.5)
+        given = inputs.draw(variant.wanted, variant.masks, self.seed, numbers=True, scale=1.5)
         given = [v.double().round() if _floating(v) else v for v in given]
         try:
             with InPrecision(torch.float64):
@@ -343,7 +344,7 @@ class _Check:
         for family in self.families:
             if family.elements <= _CONFIRMED:
                 wanted = inputs.shapes(self.before, family.numbers, {})
-                yield _Variant(self.before, self.after, wanted, True, family.numbers)
+                yield _Variant(self.before, self.after, wanted, True, family.numbers, self.masks)
             for keep in (1024, 256, 64):
                 variant = self._smaller(family, keep, keep + 1, _CONFIRMED)
                 if variant is not None:
@@ -395,7 +396,7 @@ class _Check:
         recast = effects.casts(self.before) != effects.casts(self.after)
         worst, lost = 0.0, ""
         for scale, offset in ((1.0, 0.0), (4.0, 0.0), (1.0, 30.0)) if recast else ((1.0, 0.0),):
-            given = inputs.draw(variant.wanted, self.masks, self.seed + 7, numbers=True, scale=scale)
+            given = inputs.draw(variant.wanted, variant.masks, self.seed + 7, numbers=True, scale=scale)
             if offset:
                 given = [
                     v + offset if _floating(v) and i not in self._masked(variant) else v for i, v in enumerate(given)
@@ -439,7 +440,7 @@ class _Check:
     def _domain(self, variant: _Variant) -> None:
         """Which special values the graphs treat differently."""
         names = [each[0] if isinstance(each, tuple) else "" for each in variant.wanted]
-        plain = inputs.draw(variant.wanted, self.masks, self.seed + 11, numbers=True)
+        plain = inputs.draw(variant.wanted, variant.masks, self.seed + 11, numbers=True)
         floats = [i for i, v in enumerate(plain) if _floating(v) and v.numel() and names[i] not in self.masks]
         probes: list[tuple[str, str, list[Any]]] = []
         for name, value in (("an infinity", math.inf), ("NaN", math.nan)):

@@ -28,7 +28,10 @@ def compared(before: GraphModule, after: GraphModule, assumed: Collection[str], 
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             continue
         if a.dtype != b.dtype:
-            return f"the dtype {a.dtype} of output {index} became {b.dtype}"
+            detail = f"the dtype {a.dtype} of output {index} became {b.dtype}"
+            if c.DTYPES not in assumed or _kind(a.dtype) != _kind(b.dtype):
+                return detail
+            differences.append(c.Difference(kind=c.DTYPES, detail=detail, covered=True))
         if a.device != b.device:
             return f"the device {a.device} of output {index} became {b.device}"
         if a.ndim == b.ndim and any(
@@ -38,6 +41,12 @@ def compared(before: GraphModule, after: GraphModule, assumed: Collection[str], 
             detail = f"the strides {tuple(a.stride())} of output {index} became {tuple(b.stride())}"
             differences.append(c.Difference(kind=c.STRIDES, detail=detail, covered=c.STRIDES in assumed))
     return ""
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "truth"
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
 
 
 def _outputs(module: GraphModule) -> list[Any]:

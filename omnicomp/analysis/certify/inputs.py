@@ -19,6 +19,17 @@ def classes(assumptions: Sequence[c.Assumption]) -> dict[str, str]:
     return {each.subject: each.detail for each in assumptions if each.kind == c.MASK_CLASS}
 
 
+def bounds(masks: Mapping[str, str]) -> set[int]:
+    """The numbers in classes of masks."""
+    return {int(word) for detail in masks.values() for word in detail.split()[1:] if word != "-"}
+
+
+def resized(masks: Mapping[str, str], made: Mapping[int, int]) -> dict[str, str]:
+    """Classes of masks with other numbers."""
+    images = {str(number): str(image) for number, image in made.items()}
+    return {name: " ".join(images.get(word, word) for word in detail.split()) for name, detail in masks.items()}
+
+
 def shapes(module: GraphModule, numbers: Mapping[Any, int], made: Mapping[int, int]) -> list[Any]:
     """For each placeholder its name, shape, strides and dtype, or its number."""
     found: list[Any] = []
@@ -51,8 +62,8 @@ def draw(wanted: Sequence[Any], masks: Mapping[str, str], seed: int, *, numbers:
             continue
         name, shape, stride, dtype = each
         generator = torch.Generator().manual_seed(seed * 1000 + index)
-        if name in masks and dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            found.append(_mask(masks[name], shape, dtype, seed, numbers=numbers))
+        if name in masks and not dtype.is_complex:
+            found.append(mask(masks[name], shape, dtype, seed, numbers=numbers))
         elif dtype == torch.bool:
             found.append(_truth(shape, generator))
         elif dtype.is_floating_point and numbers:
@@ -79,8 +90,10 @@ def _truth(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return found
 
 
-def _mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, numbers: bool) -> Any:
+def mask(detail: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, *, numbers: bool = True) -> Any:
+    """A mask of a class: what is seen as a truth value, as a one, or as zero among minus infinities."""
     queries, keys = (*(1, 1), *shape)[-2:]
+    kind, *bounds = detail.split()
     if kind == "padding":
         seen = torch.arange(keys) < random.Random(seed).randint(1, keys)
         seen = seen.expand(queries, keys)
@@ -88,14 +101,35 @@ def _mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, n
         seen = torch.ones(queries, keys, dtype=torch.bool).tril()
     elif kind == "causal_bottom_right":
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    elif kind in ("band", "prefix"):
+        at = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+        first, second = (None if each == "-" else int(each) for each in bounds)
+        left, right, length = (first, second, None) if kind == "band" else (None, first, second)
+        seen = torch.ones(queries, keys, dtype=torch.bool) if right is None else at[1] <= at[0] + right
+        seen = seen if left is None else seen & (at[1] >= at[0] - left)
+        seen = seen if length is None else seen | (at[1] < length)
     else:
         seen = torch.full((queries, keys), kind == "full")
     seen = seen[0] if len(shape) == 1 else seen
     seen = seen.expand(shape).clone()
-    if dtype == torch.bool:
-        return seen
+    if not dtype.is_floating_point:
+        return seen.to(dtype)
     fill = torch.zeros(shape, dtype=dtype).masked_fill(~seen, -math.inf)
     return fill if numbers else values.lifted(fill)
+
+
+def taken(module: GraphModule, given: Sequence[Any]) -> list[Any]:
+    """Copies of inputs, in the dtypes in which a graph takes them."""
+    nodes = sizes.placeholders(module)
+    return [_cast(copied(value), fake_value(node)) for node, value in zip(nodes, given, strict=True)]
+
+
+def _cast(value: Any, like: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
+        return value
+    # In a higher precision all numbers are of one dtype.
+    wide = value.dtype == torch.float64 and like.is_floating_point()
+    return value if value.dtype == like.dtype or wide else value.to(like.dtype)
 
 
 def copied(value: Any) -> Any:

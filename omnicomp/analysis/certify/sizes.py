@@ -165,7 +165,7 @@ class Family:
             if isinstance(value, torch.Tensor):
                 self.found.update(size for size in value.shape if not isinstance(size, torch.SymInt))
         for module in (self.before, self.after):
-            inputs = [empty(fake_value(node), self.numbers) for node in placeholders(self.before)]
+            inputs = [empty(fake_value(node), self.numbers) for node in placeholders(module)]
             with values.running(State(device=_META, watch=self._watch)), _META:
                 interpret.run(module, inputs)
         self.found = {each for each in self.found if each > STRUCTURE}
@@ -285,9 +285,10 @@ def traced(modules: Sequence[GraphModule], wanted: Sequence[Any]) -> tuple[list[
         elements += sum(each.numel() for each in _flat(result) if isinstance(each, torch.Tensor))
 
     for module in modules:
+        dtypes = [getattr(fake_value(node), "dtype", None) for node in placeholders(module)]
         inputs = [
-            torch.empty_strided(each[1], each[2], dtype=each[3], device=_META) if isinstance(each, tuple) else each
-            for each in wanted
+            torch.empty_strided(each[1], each[2], dtype=dtype, device=_META) if isinstance(each, tuple) else each
+            for each, dtype in zip(wanted, dtypes, strict=True)
         ]
         with values.running(State(device=_META, watch=count)), _META:
             outputs = interpret.run(module, inputs)

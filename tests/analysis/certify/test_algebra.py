@@ -262,3 +262,19 @@ def test_certificates_go_through_json() -> None:
     for after in (shifted, causal):
         found = compared(eager, after, *HEADS, assume=[Assumption(certify.NO_EMPTY_ROW)])
         assert Certificate.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("word", "right"), [("band 2 0", True), ("band 3 0", False), ("prefix 0 3", False)])
+def test_masks_of_a_band_keep_their_numbers(word: str, right: bool) -> None:
+    def before(q: Any, mask: Any) -> Any:
+        return (q @ q.mT).masked_fill(~mask, -math.inf).softmax(-1) @ q
+
+    def after(q: Any, mask: Any) -> Any:
+        at = torch.arange(16)
+        far = at[:, None] - at[None, :]
+        return (q @ q.mT).masked_fill((far < 0) | (far > 2), -math.inf).softmax(-1) @ q
+
+    given = torch.randn(16, 8), torch.ones(16, 16, dtype=torch.bool)
+    claim = Assumption(certify.MASK_CLASS, subject="mask_1", detail=word)
+    certificate = compared(before, after, *given, assume=[claim])
+    assert (certificate.verdict != certify.REFUTED) == right
