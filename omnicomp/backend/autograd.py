@@ -13,6 +13,7 @@ from omnicomp._torch.autograd import aot_autograd, partitioner
 from omnicomp._torch.autograd.compiled_function import Results, on_function
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW, GRAPH_BREAKS
 from omnicomp._torch.dynamo.regions import traced_anew
+from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
@@ -79,7 +80,10 @@ def autograd_stage(compile_parts: Compile) -> Compile:
 
 @autograd_stage
 def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, weights: Weights | None = None) -> Any:
-    """Run AOTAutograd and build every part; the records of parts that a cache restores are replayed."""
+    """Run AOTAutograd and build every part; the records of parts that a cache restores are replayed.
+
+    A graph for inference stays as it is; one in training is consumed.
+    """
     policy = graph.policy
     if graph.training or policy.regions == "never" or engines_of(policy) or not uses_inductor(graph):
         return _compile(gm, inputs, graph, weights, None)
@@ -116,6 +120,8 @@ def _compile(
     tag = f"{tag}-verified" if verifies and is_bundled() else tag
     engines, count = bool(engines_of(graph.policy)), len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
+    if not graph.training and not isinstance(regions, EarlyRegions):
+        gm = copy_module(gm, lazy=True)
 
     def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
         name = compile_fx.part_name(kwargs)

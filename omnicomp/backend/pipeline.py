@@ -182,7 +182,7 @@ def _build(
     """Compile a graph behind the passes; if the compiler fails, the graph runs eager."""
     graph.publish(passed.events)
     graph = graph.with_record(places=places_of(all_nodes(passed.module)))
-    kept = copy_module(passed.module, lazy=True)
+    kept = copy_module(passed.module, lazy=True) if graph.training else passed.module
     steering = () if after_dynamo else control_flow.CONTROL_FLOW
     try:
         with contextlib.nullcontext() if after_dynamo else restartable():
@@ -197,12 +197,12 @@ def _build(
             raise
         if not after_dynamo:
             raise_late(graph.record, error, graph_compiler(graph))
-        compiled = retreat_to_eager(put_references(kept), graph, error)  # an override may be to blame
+        compiled = retreat_to_eager(put_references(copy_module(kept)), graph, error)  # an override may be to blame
     else:
         if graph.training and graph.policy.verify != "off" and has_own_gradients(kept):
             # Gradients of an override are not compared in what was restored, which has no graph to go back to.
             compiled = carried(compiled, given_up_if_rejected(compiled, kept, graph))
-        else:
+        elif graph.training:
             forget_tensors(kept)
     compiled = carried(compiled, enforce(compiled, graph.id, graph.policy))
     notify(graph.id, graph.policy)

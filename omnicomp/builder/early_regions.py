@@ -116,7 +116,7 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
     if sum(repeat.saved for repeat in repeats) < regions.PAYS:
         return None
     names = [node.name for node in nodes]
-    copy = copy_module(module)
+    copy = copy_module(module, lazy=True)
     by_name = {node.name: node for node in copy.graph.nodes}
     titles: dict[str, str] = {}
     places: dict[str, list[Mapping[str, Mapping[str, Any]]]] = {}

@@ -9,7 +9,6 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.dynamo import control_flow, samples
 from omnicomp._torch.dynamo.late_compile import is_fake, is_subclass, is_tracing
-from omnicomp._torch.fx import copy_module
 from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.collectives import collectives_of
 from omnicomp.backend.capture import CapturedGraph
@@ -92,7 +91,7 @@ def _measured(
                 current().append(dataclasses.replace(event, graph=graph.id, source="kept"))
             return option
     try:
-        contest = Contest(copy_module(gm), inputs, graph, values)
+        contest = Contest(gm, inputs, graph, values)
         winner = contest.run(candidates, refused)
     except control_flow.CONTROL_FLOW:
         raise

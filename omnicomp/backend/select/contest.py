@@ -345,7 +345,7 @@ class Contest:
             with drafting(draft):
                 compiled, sizes = late_compile.compile_late(
                     self._scene,
-                    lambda fakes: compile_parts(copy_module(self._gm), fakes, graph, self._weights),
+                    lambda fakes: compile_parts(self._gm, fakes, graph, self._weights),
                 )
                 if sizes.holds is not None:
                     self._lost(option, "not_checkable", f"it is right for some sizes only: {sizes.text}")
