@@ -93,10 +93,10 @@ class _Writer:
 
 
 def _tensor(value: torch.Tensor) -> str:
-    sizes = [str(expression(size)) for size in value.shape]
+    sizes = [str(size if type(size) is int else expression(size)) for size in value.shape]
     if value.layout != torch.strided or value.is_nested:
         return f"{type(value).__name__}({value.dtype},{sizes},{value.layout},{value.device})"
-    strides = [str(expression(stride)) for stride in value.stride()]
+    strides = [str(stride if type(stride) is int else expression(stride)) for stride in value.stride()]
     return f"Tensor({value.dtype},{sizes},{strides},{expression(value.storage_offset())},{value.device})"
 
 

@@ -134,9 +134,10 @@ class CapturedGraph:
 
     def publish(self, events: Sequence[Event]) -> None:
         """Record what the passes did; what they did in the same way before the graph was compiled again is there."""
+        before = tuple(self._published)
         for event in events:
             known = dataclasses.replace(event, seconds=0.0) if isinstance(event, PassRun) else event
-            if known not in self._published:
+            if known not in before:
                 self._published.append(known)
                 current().append(event)
 

@@ -84,6 +84,8 @@ def _inputs(module: GraphModule, nodes: Sequence[Node], members: set[Node]) -> t
             if source not in members and source.op != "get_attr":
                 read[source] = None
                 symbols |= _symbols(fake_value(source))
+    if not symbols:  # the part may have many inputs, and many pieces
+        return tuple(read)
     sizes = {
         fake_value(node).node.expr: node
         for node in module.graph.find_nodes(op="placeholder")
