@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.fx import copy_module
 from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import fake_value, op_name
-from omnicomp.passes import base, certificates
+from omnicomp.passes import certificates
 from omnicomp.testing.models import MODELS, build
 
 Mutation = Callable[[GraphModule, Node], bool]
@@ -290,13 +290,13 @@ def collect(names: list[str], policies: list[str]) -> list[tuple[str, Any, Any, 
         return result
 
     passing: list[str] = [""]
-    certified = base.certified
+    certified = certificates.certified
 
     def named(name: str, *args: Any, **given: Any) -> Any:
         passing.append(name)
         return certified(name, *args, **given)
 
-    certificates.certify.check, base.certified = seen, named
+    certificates.certify.check, certificates.certified = seen, named
     try:
         for name in names:
             for policy in policies:
@@ -306,7 +306,7 @@ def collect(names: list[str], policies: list[str]) -> list[tuple[str, Any, Any, 
                 with torch.no_grad():
                     torch.compile(case.model, backend="omni", options=options)(**case.inputs)
     finally:
-        certificates.certify.check, base.certified = check, certified
+        certificates.certify.check, certificates.certified = check, certified
     return list(found.values())
 
 

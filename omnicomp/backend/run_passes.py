@@ -16,7 +16,6 @@ from omnicomp.backend.retreat import record_retreat
 from omnicomp.errors import LegaliseError, PassError, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.base import Pass, PassContext, run_pipeline
-from omnicomp.passes.certificates import NotCertifiedError, with_verdicts
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.registry import GROUP, Plugin, checked
 from omnicomp.passes.repairs import Repair
@@ -87,8 +86,11 @@ def run_passes(
             told = first_line(error)
             if graph.policy.on_error == "raise" and not isinstance(error, LegaliseError):
                 raise
-            if isinstance(error, NotCertifiedError):
-                refuted[context.running], told = error.event, str(error)
+            if graph.policy.certify != "off":
+                from omnicomp.passes.certificates import NotCertifiedError
+
+                if isinstance(error, NotCertifiedError):
+                    refuted[context.running], told = error.event, str(error)
             if context.running in foreign | refuted.keys():
                 left_out[context.running] = told
             elif context.modified_by & foreign and not suspected:
@@ -141,10 +143,15 @@ def _run(
         strict=foreign,
         shown=policy.progress,
     )
+    events = context.timeline.events()
+    if policy.certify != "off":
+        from omnicomp.passes.certificates import with_verdicts
+
+        events = with_verdicts(events)
     return Passed(
         module=gm,
         assumptions=tuple(context.assumptions),
-        events=with_verdicts(context.timeline.events()),
+        events=events,
         traced_under=tuple(context.traced_under),
     )
 

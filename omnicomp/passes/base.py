@@ -32,7 +32,6 @@ from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.certificates import certified
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
@@ -442,6 +441,8 @@ def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassCon
     Raises:
         NotCertifiedError: that can't be told from the rest.
     """
+    from omnicomp.passes.certificates import certified
+
     found = certified(
         item.name,
         item.claims(context),

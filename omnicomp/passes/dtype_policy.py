@@ -13,7 +13,8 @@ mask.
 """
 
 import dataclasses
-from typing import ClassVar, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,13 +26,15 @@ from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, short
 from omnicomp.options.policy import Policy
 from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.dtypes.analysis import exactness, is_floating_work, is_plain_call, wide_cast
-from omnicomp.passes.dtypes.calibrate import Bound, must_stay_wide
 from omnicomp.passes.dtypes.fp8 import FLOAT8, in_fp8
 from omnicomp.passes.dtypes.operators import BUNDLES, FLOAT32_AT_LEAST, is_optimizer, kind
 from omnicomp.passes.dtypes.resolve import NAME, resolve, unsupported, warn_if_slow
 from omnicomp.passes.dtypes.rewrite import Compute, Rewriting
 from omnicomp.passes.dtypes.rules import Decision, decide, floating_dtypes
 from omnicomp.timeline import Option, Reason
+
+if TYPE_CHECKING:
+    from omnicomp.passes.dtypes.calibrate import Bound
 
 _TOLD: Final = "told"
 # How many roundings of the narrowest dtype a result may be off, where no bound is asked for.
@@ -49,7 +52,7 @@ class DtypePass(Pass):
 
     name: ClassVar[str] = NAME
     policy: DtypePolicy = PRESETS["keep"]
-    bound: Bound | None = None
+    bound: "Bound | None" = None
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """Another rounding, which the option `dtype_error` may bound, and a smaller range in float16."""
@@ -62,7 +65,11 @@ class DtypePass(Pass):
 
     def of(self, policy: Policy) -> "DtypePass":
         """This pass with the options that the user's policy gives it."""
-        return DtypePass(policy=policy.dtype_policy, bound=Bound.of(policy))
+        if policy.dtype_error is None:
+            return DtypePass(policy=policy.dtype_policy)
+        from omnicomp.passes.dtypes.calibrate import Bound
+
+        return DtypePass(policy=policy.dtype_policy, bound=Bound.of(policy, policy.dtype_error))
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the policy asks for dtypes and the graph has an operator that it names."""
@@ -84,7 +91,11 @@ class DtypePass(Pass):
         if torch.is_autocast_enabled(context.device.type):
             context.near_miss(self.name, "dtype", next(iter(candidates)), _AUTOCAST)
             return PassResult(module, False)
-        wide = must_stay_wide(self, module, context)
+        wide: Mapping[str, Reason] = {}
+        if self.bound is not None:
+            from omnicomp.passes.dtypes.calibrate import must_stay_wide
+
+            wide = must_stay_wide(self, self.bound, module, context)
         rewriting = Rewriting(module, context.device.type)
         entered_at = rewriting.scopes.entered
         # All of it is asked before anything is rewritten, which makes casts that the user did not write.

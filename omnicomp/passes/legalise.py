@@ -19,7 +19,6 @@ from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.fakes import CAST, CASTS, FILLS, MARK, gathers, leaves, moves
-from omnicomp.passes.legal.rewrite import Rewriting
 
 
 def lacks_autocast(device: Device, legal: Legal) -> bool:
@@ -126,6 +125,8 @@ class Legalise(Pass):
             decisions.refused(first, missing(first, legal), why)
             decisions.report()
             return PassResult(module, False)
+        from omnicomp.passes.legal.rewrite import Rewriting
+
         root = context.root is None or context.root is module
         modified = Rewriting(module, legal, decisions, root=root).run()
         decisions.report()

@@ -68,12 +68,10 @@ class Bound:
     strict: bool = False
 
     @classmethod
-    def of(cls, policy: Policy) -> "Bound | None":
-        """The user's, if there is one."""
-        if policy.dtype_error is None:
-            return None
+    def of(cls, policy: Policy, error: float) -> "Bound":
+        """The user's."""
         return cls(
-            error=policy.dtype_error,
+            error=error,
             reference=policy.reference,
             sample=policy.dtype_sample,
             verdicts=policy.verdicts,
@@ -138,15 +136,17 @@ def clear() -> None:
         _known.clear()
 
 
-def must_stay_wide(item: "DtypePass", module: GraphModule, context: "PassContext") -> Mapping[str, Reason]:
+def must_stay_wide(
+    item: "DtypePass", bound: Bound, module: GraphModule, context: "PassContext"
+) -> Mapping[str, Reason]:
     """The operators of a region that a pass must not lower, by name, and why; asked before it rewrites any.
 
     The first region that asks has the whole graph calibrated, or its finding looked up.
     """
-    if item.bound is None or context.root is None:
+    if context.root is None:
         return {}
     if _MEMO not in context.memo:
-        reasons = _calibrate(item, item.bound, context, context.root)
+        reasons = _calibrate(item, bound, context, context.root)
         context.memo[_MEMO] = _Kept(_regions(context.root), reasons)
     kept: _Kept = context.memo[_MEMO]
     return kept.of(module)
