@@ -187,7 +187,8 @@ class _Check:
                 return self._tested(variants, _said(error))
             opaque |= states[0].opaque | states[1].opaque
             if [each[1:] for each in states[0].draws] != [each[1:] for each in states[1].draws]:
-                if c.DRAWS not in self.kinds:
+                # Another order or kind may be claimed, and not that less, or more, is dropped.
+                if c.DRAWS not in self.kinds or len({frozenset(each[2] for each in s.draws) for s in states}) > 1:
                     detail = f"the draws {states[0].draws} became {states[1].draws}"
                     self.methods.append(c.Method(name="effects", holds=False, detail=detail))
                     return self._refuted(c.Witness(method="effects", sizes=variant.shapes, detail=detail))

@@ -264,6 +264,14 @@ def test_certificates_go_through_json() -> None:
         assert Certificate.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_dropout_is_not_lost_where_other_numbers_may_be_drawn(p: float) -> None:
+    found = compared(
+        lambda x: F.dropout(x, 0.1), lambda x: F.dropout(x, p), HEADS[0], assume=[Assumption(certify.DRAWS)]
+    )
+    assert found.verdict == certify.REFUTED
+
+
 @pytest.mark.parametrize(("word", "right"), [("band 2 0", True), ("band 3 0", False), ("prefix 0 3", False)])
 def test_masks_of_a_band_keep_their_numbers(word: str, right: bool) -> None:
     def before(q: Any, mask: Any) -> Any:
