@@ -38,19 +38,31 @@ class Job:
         """Store a text under a key."""
         self._store.set(f"{_PREFIX}/{key}", text)
 
+    def has(self, key: str) -> bool:
+        """Whether there is a text under a key."""
+        return bool(self._store.check([f"{_PREFIX}/{key}"]))
+
     def get(self, key: str) -> str | None:
         """The text of a key, or None; never waits."""
-        name = f"{_PREFIX}/{key}"
-        return self._store.get(name).decode() if self._store.check([name]) else None
+        return self._store.get(f"{_PREFIX}/{key}").decode() if self.has(key) else None
 
     def get_all(self, keys: Sequence[str]) -> list[str] | None:
-        """The texts of all keys, or None while one is missing; never waits."""
+        """The texts of all keys, or None while one is missing; never waits. Two messages, however many keys."""
         names = [f"{_PREFIX}/{key}" for key in keys]
-        return [self._store.get(name).decode() for name in names] if self._store.check(names) else None
+        return [text.decode() for text in self._store.multi_get(names)] if self._store.check(names) else None
+
+    def add(self, key: str) -> int:
+        """Count one more under a key, which has no text beside; how many there are."""
+        return int(self._store.add(f"{_PREFIX}/{key}", 1))
 
     def settle(self, key: str, text: str) -> str:
         """Store a text if there is none; the text that is there."""
         return self._store.compare_set(f"{_PREFIX}/{key}", "", text).decode()
+
+    @property
+    def ends_with_us(self) -> bool:
+        """Whether the store ends with this process: it is rank 0's, unless an agent of torchrun keeps it."""
+        return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
 def job() -> Job | None:
@@ -140,14 +152,18 @@ def is_gone(process: str) -> bool:
 
 
 class Pause:
-    """The pauses between two looks at the store, from a millisecond to a fifth of a second.
+    """The pauses between two looks at the store: from a millisecond to a fifth of a second, or 0.2 ms for each rank.
+
+    So the ranks of a large group look no more than 5 000 times a second, all together.
 
     Attributes:
         limit: seconds after which there are no more looks.
+        longest: seconds between two looks, at most.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, ranks: int = 1) -> None:
         self._seconds, self._start, self.limit = 0.001, time.monotonic(), limit
+        self.longest = max(0.2, ranks / 5000)
 
     @property
     def waited(self) -> float:
@@ -157,4 +173,4 @@ class Pause:
     def sleep(self) -> None:
         """Wait a little."""
         time.sleep(self._seconds)
-        self._seconds = min(self._seconds * 1.5, 0.2)
+        self._seconds = min(self._seconds * 1.5, self.longest)

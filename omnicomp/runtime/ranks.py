@@ -2,22 +2,28 @@
 
 A plan that differs on one rank alone hangs a job, or changes values on that rank only. What is compared is what the
 timeline has of the graph: collectives in their order, versions and options, rewrites, placement and lowerings. Each
-rank stores a digest of it in the store of the default process group; the lowest rank of a group compares them, and
-stores one verdict, by which all go. Nobody waits in a collective, so that it does not matter which ranks compile, and
-which restore. Later calls cost nothing.
+rank stores a digest of it in the store of the default process group; the last rank of a group to come compares them,
+and stores one verdict, by which all go. The first to come looks after those that don't: they ended, or wait for the
+group in another part. Nobody waits in a collective, so that it does not matter which ranks compile, and which restore.
+Later calls cost nothing.
 """
 
+import atexit
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from torch.fx import GraphModule
 
 from omnicomp._torch.distributed import Job, Pause, groups_of_values, identity, is_gone, job, ranks_of
+from omnicomp._torch.inductor import store
 from omnicomp.analysis.collectives import group_of, groups_in, in_group, without_sizes
 from omnicomp.analysis.hashes import numbers_and_sizes
 from omnicomp.errors import RanksError, add_note, first_line, harmless
@@ -26,7 +32,18 @@ from omnicomp.lowerings.base import GraphRecord
 from omnicomp.options.policy import Policy
 from omnicomp.safety.forks import new_lock
 from omnicomp.safety.privacy import logger
-from omnicomp.timeline import Agreement, Capture, Event, Placement, Reason, Retreat, Rewrite, Speculation, Subgraph
+from omnicomp.timeline import (
+    Agreement,
+    Capture,
+    Event,
+    NearMiss,
+    Placement,
+    Reason,
+    Retreat,
+    Rewrite,
+    Speculation,
+    Subgraph,
+)
 from omnicomp.timeline.recorder import Timeline
 
 log = logger("omnicomp")
@@ -50,6 +67,7 @@ class Plan:
 
     Attributes:
         program: equal where ranks captured the same code, with the same numbers and sizes in it.
+        place: the part and the line that its graph begins at, and why the graph ends before its function does.
         collectives: in program order.
         environment: versions and options.
         masks: what was assumed of masks, which may differ with the data of a rank.
@@ -59,6 +77,7 @@ class Plan:
 
     program: str
     collectives: tuple[str, ...]
+    place: str = ""
     environment: tuple[Decision, ...] = ()
     masks: str = ""
     decisions: tuple[Decision, ...] = ()
@@ -92,6 +111,17 @@ class Verdict:
     sentence: str = ""
     ranks: tuple[int, ...] = ()
 
+    def to_text(self) -> str:
+        """The JSON form."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Verdict":
+        """The inverse of `to_text`."""
+        data: dict[str, Any] = json.loads(text)
+        data["ranks"] = tuple(data["ranks"])
+        return cls(**data)
+
 
 _lock = new_lock()
 _locks: Final[dict[str, Any]] = {}
@@ -102,6 +132,7 @@ _greeted: Final[dict[str, str]] = {}
 _processes: Final[dict[int, str]] = {}  # by rank, what `process/…` of the store says: it may be gone when it matters
 _orders: Final[dict[str, tuple[str, ...]]] = {}  # of the collectives that were agreed on, by part
 _captured: Final[dict[str, str]] = {}  # by the id of a graph
+_words: Final[list[Path]] = []  # the file in which the rank that keeps the store tells why it ended
 
 
 def join(graph: GraphRecord, module: GraphModule) -> None:
@@ -112,8 +143,10 @@ def join(graph: GraphRecord, module: GraphModule) -> None:
     _captured[graph.id] = numbers_and_sizes(module)
     if _greeted.get("identity") != f"{identity()} {found.rank}":
         with harmless(f"the process of {graph.id} for other ranks"):
-            _remember(found, (0,))
+            if found.ends_with_us:
+                found.put("words", str(store.folder() / "ended" / f"{uuid.uuid4().hex}.json"))
             found.put(f"process/{found.rank}", identity())
+            _know_keeper(found)
             _greeted["identity"] = f"{identity()} {found.rank}"
 
 
@@ -127,12 +160,7 @@ def fail(timeline: Timeline, graph: str, error: BaseException) -> None:
     found = job()
     if found is None or isinstance(error, RanksError):
         return
-    capture = _capture(timeline.events(graph.partition(":")[0]))
-    told = {"function": capture.function, "graph": graph, "error": first_line(error)}
-    try:
-        found.put(f"failed/{found.rank}", json.dumps(told))
-    except RuntimeError as second:
-        log.warning("omni: other ranks could not be told: %s", first_line(second))
+    _tell(found, _capture(timeline.events(graph.partition(":")[0])).function, graph, first_line(error))
 
 
 def explain(error: BaseException) -> None:
@@ -141,17 +169,50 @@ def explain(error: BaseException) -> None:
     if found is None or isinstance(error, RanksError):
         return
     try:
-        said = [_end_of(found, rank, "") for rank in range(found.size) if rank != found.rank]
-        found.put(f"heard/{found.rank}", "")
-        pause = Pause(_GRACE)
-        heard = [f"heard/{rank}" for rank in range(found.size)]
-        # The store ends with the process that keeps it, which is rank 0's.
-        while found.rank == 0 and pause.waited < pause.limit and found.get_all(heard) is None:
-            pause.sleep()
+        first = found.get("failed")
+        said = [_failure(first)] if first is not None and json.loads(first)["rank"] != found.rank else []
+        keys = [f"process/{rank}" for rank in range(found.size)]
+        processes = found.get_all(keys) or [found.get(key) for key in keys]
+        said += [_gone(rank, process) for rank, process in enumerate(processes) if process and is_gone(process)]
+        _heard(found)
     except RuntimeError as second:
         said = [f"the store of the job can't be asked: {first_line(second)}; {_keeper()}"]
-    for text in filter(None, said):
-        add_note(error, f"omnicomp: {text}")
+    for text in (f"omnicomp: {each}" for each in said):
+        if text not in getattr(error, "__notes__", ()):
+            add_note(error, text)
+
+
+def _tell(found: Job, function: str, graph: str, error: str) -> None:
+    """Tell the other ranks that this one raises."""
+    told = json.dumps({"rank": found.rank, "function": function, "graph": graph, "error": error})
+    try:
+        found.put(f"failed/{found.rank}", told)
+        if found.settle("failed", told) == told and found.ends_with_us and _words:
+            with harmless("why this rank ends"):
+                store.write_whole(_words[0], told)
+        _heard(found)
+    except RuntimeError as second:
+        log.warning("omni: other ranks could not be told: %s", first_line(second))
+
+
+def _heard(found: Job) -> None:
+    """This rank knows that the job failed; the process that keeps the store ends a little later than it would."""
+    found.put(f"heard/{found.rank}", "")
+    if found.ends_with_us and _greeted.get("stays") != identity():
+        _greeted["stays"] = identity()
+        atexit.register(_stay, found, identity())
+
+
+def _stay(found: Job, process: str) -> None:
+    """Wait at the end of a process for the ranks that look at its store; it has printed its error by now.
+
+    Those in a collective don't look before this process is gone, and read what it wrote.
+    """
+    pause, others = Pause(_GRACE, found.size), set(range(1, found.size)) if process == identity() else set[int]()
+    with harmless("the wait for other ranks"):
+        while others and pause.waited < pause.limit:
+            others = {rank for rank in others if not found.has(f"heard/{rank}") and _ended(found, rank) is None}
+            pause.sleep()
 
 
 def agree(context: LoweringContext, *, can_follow: bool) -> Verdict | None:
@@ -177,10 +238,10 @@ def agree(context: LoweringContext, *, can_follow: bool) -> Verdict | None:
         if context.part_id not in _known:
             family = context.graph_id.partition(":")[0]
             first = context.timeline.events(family) if family != context.graph_id else events
-            plan = _plan(placed, events, _capture(first), context, can_follow=can_follow)
+            about = _About(context.timeline, context.graph_id, context.part, _capture(first).function)
+            plan = _plan(placed, events, first, context, about, can_follow=can_follow)
             failed = any(isinstance(e, Retreat) and e.part in ("", context.part) for e in events)
             late = any(_family(part) == f"{family}.{context.part}" for part in _known)
-            about = _About(context.timeline, context.graph_id, context.part, _capture(first).function)
             groups = dict.fromkeys(map(group_of, placed.collectives))
             order = _orders.setdefault(f"{family}.{context.part}", plan.collectives)
             _known[context.part_id] = (
@@ -222,15 +283,16 @@ def agree_on_eager(
     groups = dict.fromkeys((*groups_in(module), *groups_of_values(values))) if found is not None else {}
     if found is None or not groups:
         return
-    capture = _capture(timeline.events(record.id))
+    events = timeline.events(record.id)
+    capture = _capture(events)
+    about = _About(timeline, record.id, "forward" if capture.training else "inference", capture.function)
     plan = Plan(
         program=_program(capture),
         collectives=(),
+        place=_place(about, events),
         environment=_environment(record, policy),
         decisions=(("lowering of the whole graph", EAGER, reason.sentence),),
     )
-    part = "forward" if capture.training else "inference"
-    about = _About(timeline, record.id, part, capture.function)
     _obeyed(_meet(found, about, plan, groups, policy, failed=True, some=True))
 
 
@@ -262,6 +324,15 @@ def _capture(events: Sequence[Event]) -> Capture:
     return next((event for event in events if isinstance(event, Capture)), Capture(graph=""))
 
 
+def _place(about: _About, events: Sequence[Event]) -> str:
+    """The part, and what breaks its graph off."""
+    broken = next((e for e in events if isinstance(e, NearMiss) and e.kind == "graph_break"), None)
+    if broken is None:
+        return about.name
+    why = f"{broken.source}: " if broken.source else ""
+    return f"{about.name}, whose graph ends at {why}{broken.reason.sentence}"
+
+
 def _program(capture: Capture) -> str:
     known = _captured.get(capture.graph.partition(":")[0], "")
     return f"{capture.function}, {capture.nodes} operators, {'training' if capture.training else 'inference'}, {known}"
@@ -285,7 +356,13 @@ def _torch_version() -> str:
 
 
 def _plan(
-    placed: Placement, events: Sequence[Event], capture: Capture, context: LoweringContext, *, can_follow: bool
+    placed: Placement,
+    events: Sequence[Event],
+    first: Sequence[Event],
+    context: LoweringContext,
+    about: _About,
+    *,
+    can_follow: bool,
 ) -> Plan:
     part = context.part
     rewrites = [
@@ -302,8 +379,9 @@ def _plan(
     rows = {event.subgraph: event for event in events if isinstance(event, Subgraph) and event.part == part}
     lowerings = [(f"lowering of {row.subgraph.partition('.')[2]}", row.lowering, failed) for row in rows.values()]
     return Plan(
-        program=_program(capture),
+        program=_program(_capture(first)),
         collectives=tuple(map(_in_any_rank, placed.collectives)),
+        place=_place(about, first),
         environment=_environment(context.graph, context.policy),
         masks="; ".join(e.sentence for e in events if isinstance(e, Speculation) and e.state in _ASSUMED),
         decisions=(*rewrites, *declined, *lowerings),
@@ -352,17 +430,16 @@ def _meet(
     members = {group: ranks_of(group) for group in groups}
     members = {group: ranks for group, ranks in members.items() if found.rank in ranks and len(ranks) > 1}
     limit = found.limit if policy.ranks_seconds is None else policy.ranks_seconds
-    pause = Pause(limit)
+    pause = Pause(limit, max(map(len, members.values()), default=1))
     try:
-        _remember(found, {rank for ranks in members.values() for rank in ranks} | {0})
-        if found.get(f"{place}/{digest}") is None:
+        _know_keeper(found)
+        if not found.has(f"{place}/{digest}"):
             found.put(f"{place}/{digest}", plan.to_text())
-        for group in members:
-            found.put(f"{place}/{group}/{found.rank}", digest)
         if policy.ranks == "warn":
-            verdict = _seen(found, about, place, members, plan)
+            verdict = _seen(found, place, digest, members)
         else:
-            verdict = _awaited(found, about, place, members, pause, some=some)
+            verdict = _awaited(found, about, place, digest, members, pause, some=some)
+        _know_keeper(found)  # it may have joined since
     except RuntimeError as error:  # torch.distributed's errors of a store whose process has ended
         sentence = f"the store of the job can't be asked about {about.name}: {first_line(error)}"
         verdict = Verdict(state="missing", sentence=f"{sentence}; {_keeper()}", ranks=(0,))
@@ -370,23 +447,8 @@ def _meet(
     if verdict.state in (_SAME, EAGER) or policy.ranks == "warn":
         known |= {digest, signature}
         return verdict if verdict.state == EAGER else Verdict(state=_SAME)
-    told = {"function": about.function, "graph": about.graph, "error": verdict.sentence}
-    try:
-        found.put(f"failed/{found.rank}", json.dumps(told))
-        _linger(found, place, members)
-    except RuntimeError as error:
-        log.warning("omni: other ranks could not be told: %s", first_line(error))
+    _tell(found, about.function, about.graph, verdict.sentence)
     return verdict
-
-
-def _linger(found: Job, place: str, members: dict[str, tuple[int, ...]]) -> None:
-    """Wait until the ranks that came know the verdict: the store ends with the process that raises first."""
-    pause = Pause(_GRACE)
-    for group, ranks in members.items():
-        found.put(f"{place}/{group}/{found.rank}/knows", "")
-        came = [rank for rank in ranks if found.get(f"{place}/{group}/{rank}") is not None]
-        while pause.waited < pause.limit and found.get_all([f"{place}/{group}/{rank}/knows" for rank in came]) is None:
-            pause.sleep()
 
 
 def _record(about: _About, verdict: Verdict, seconds: float, *, warned: bool) -> None:
@@ -407,81 +469,174 @@ def _record(about: _About, verdict: Verdict, seconds: float, *, warned: bool) ->
     )
 
 
-def _seen(found: Job, about: _About, place: str, members: dict[str, tuple[int, ...]], plan: Plan) -> Verdict:
-    """Compare with the plans that are there, and wait for none."""
-    for group, ranks in members.items():
-        digests = {rank: text for rank in ranks if (text := found.get(f"{place}/{group}/{rank}")) is not None}
-        verdict = _compared(about, digests, lambda digest: _plan_at(found, place, digest))
+def _seen(found: Job, place: str, digest: str, members: dict[str, tuple[int, ...]]) -> Verdict:
+    """Compare with the plan of who came first, and wait for nobody."""
+    for group in members:
+        first = _first_of(found, f"{place}/{group}", digest)
+        verdict = _compared(found, {found.rank: (place, digest), first[0]: (place, first[1])})
         if verdict.state != _SAME:
             return dataclasses.replace(verdict, state="differs")
     return Verdict(state=_SAME)
 
 
+def _first_of(found: Job, at: str, digest: str) -> tuple[int, str]:
+    """The rank that came first to a place, with its digest: this one, where none did."""
+    rank, _, its = found.settle(f"{at}/first", f"{found.rank} {digest}").partition(" ")
+    return int(rank), its
+
+
+@dataclasses.dataclass
+class _Wait:
+    """A rank waits for a group at a place; `last` where it is the last to come, and `first` is who watches."""
+
+    group: str
+    ranks: tuple[int, ...]
+    place: str
+    digest: str
+    first: int
+    last: bool
+    watched: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def at(self) -> str:
+        return f"{self.place}/{self.group}"
+
+
 def _awaited(
-    found: Job, about: _About, place: str, members: dict[str, tuple[int, ...]], pause: Pause, *, some: bool
+    found: Job,
+    about: _About,
+    place: str,
+    digest: str,
+    members: dict[str, tuple[int, ...]],
+    pause: Pause,
+    *,
+    some: bool,
 ) -> Verdict:
     """The verdicts on all groups; the first that is not `same` counts."""
-    open_groups = dict(members)
-    while open_groups:
-        for group, ranks in list(open_groups.items()):
-            verdict = _looked(found, about, f"{place}/{group}", place, ranks, pause)
+    # A part that may go on with one of its groups is not said to wait for any.
+    found.put(f"at/{found.rank}", json.dumps([place, digest, [] if some else list(members)]))
+    waits: list[_Wait] = []
+    for group, ranks in members.items():
+        found.put(f"{place}/{group}/{found.rank}", digest)
+        first, _ = _first_of(found, f"{place}/{group}", digest)
+        last = found.add(f"{place}/{group}/came") == len(ranks)
+        waits.append(_Wait(group, ranks, place, digest, first, last))
+    while waits:
+        for wait in list(waits):
+            verdict = _looked(found, about, wait, pause)
             if verdict is None:
                 continue
             if some or verdict.state != _SAME:
-                _settle_rest(found, place, open_groups, verdict)
+                if verdict.state in ("differs", "missing"):
+                    for other in waits:  # those who share only another group with this rank hear of it, too
+                        found.settle(f"{other.at}/verdict", verdict.to_text())
                 return verdict
-            del open_groups[group]
-        if open_groups:
+            waits.remove(wait)
+        if waits:
             pause.sleep()
     return Verdict(state=_SAME, ranks=tuple(sorted({rank for ranks in members.values() for rank in ranks})))
 
 
-def _settle_rest(found: Job, place: str, groups: dict[str, tuple[int, ...]], verdict: Verdict) -> None:
-    """Those who share only another group with this rank hear of it, too."""
-    if verdict.state in ("differs", "missing"):
-        for group in groups:
-            found.settle(f"{place}/{group}/verdict", json.dumps(dataclasses.asdict(verdict)))
-
-
-def _looked(found: Job, about: _About, place: str, plans: str, ranks: tuple[int, ...], pause: Pause) -> Verdict | None:
-    """One look at the store: the verdict, if there is one by now. The lowest rank makes it."""
-    text = found.get(f"{place}/verdict")
+def _looked(found: Job, about: _About, wait: _Wait, pause: Pause) -> Verdict | None:
+    """One look at the store: the verdict, if there is one by now. The last to come makes it, or else the first."""
+    text = found.get(f"{wait.at}/verdict")
     if text is not None:
-        return _verdict(text)
-    leads = found.rank == ranks[0]
-    if leads:
-        digests = found.get_all([f"{place}/{rank}" for rank in ranks])
-        if digests is not None:
-            told = dict(zip(ranks, digests, strict=True))
-            return _settle(found, place, _compared(about, told, lambda digest: _plan_at(found, plans, digest)))
-    _remember(found, {*ranks, 0})
-    absent = tuple(rank for rank in ranks if found.get(f"{place}/{rank}") is None)
-    # The lowest rank may also end after it came, before it compared.
-    ends = {rank: _end_of(found, rank, about.function) for rank in {*absent, ranks[0]} if rank != found.rank}
-    ended = {rank: said for rank, said in sorted(ends.items()) if said}
-    if ended:
-        said = "; ".join(ended.values())
-        sentence = f"{about.name} needs all of {_names(ranks)}: {said}"
-        return _settle(found, place, Verdict(state="missing", sentence=sentence, ranks=tuple(ended)))
-    if pause.waited > pause.limit + (0 if leads else _GRACE):
-        names = _names(absent or ranks[:1])
-        sentence = f"{about.name} needs all of {_names(ranks)}, and {names} did not come within {pause.limit:g} seconds"
-        hint = "it compiles, hangs, or runs other code; options={'ranks_seconds': …} sets the limit"
-        verdict = Verdict(state="missing", sentence=f"{sentence}: {hint}", ranks=absent)
-        return _settle(found, place, verdict)
-    return None
+        verdict = Verdict.from_text(text)
+        if verdict.state != _SAME or found.rank in verdict.ranks:
+            return verdict
+        # The others were here when this rank was elsewhere, and do not come again.
+        return _seen(found, wait.place, wait.digest, {wait.group: wait.ranks})
+    watches = wait.first == found.rank
+    late = pause.waited > pause.limit + (0 if watches else _GRACE)
+    if not (wait.last or late) and time.monotonic() - wait.watched < 5 * pause.longest:
+        return None
+    wait.watched = time.monotonic()
+    _know_keeper(found)
+    if not (watches or wait.last):
+        ended = {wait.first: _ended(found, wait.first, about.function)}
+        return _missing(found, about, wait, ended, (wait.first,) if late else (), pause.limit)
+    digests = found.get_all([f"{wait.at}/{rank}" for rank in wait.ranks]) if wait.last else None
+    came = dict(zip(wait.ranks, digests, strict=True)) if digests is not None else _came(found, wait)
+    elsewhere = {} if len(came) == len(wait.ranks) else _elsewhere(found, wait, came)
+    if len(came) + len(elsewhere) == len(wait.ranks):
+        at = {rank: (wait.place, digest) for rank, digest in came.items()} | elsewhere
+        return _settled(found, wait, _compared(found, at), at)
+    absent = [rank for rank in wait.ranks if rank not in came and rank not in elsewhere]
+    ended = {rank: _ended(found, rank, about.function) for rank in absent}
+    return _missing(found, about, wait, ended, tuple(absent) if late else (), pause.limit)
 
 
-def _remember(found: Job, ranks: Iterable[int]) -> None:
-    """Keep which processes these ranks are."""
-    for rank in ranks:
-        if rank not in _processes and (process := found.get(f"process/{rank}")) is not None:
-            _processes[rank] = process
+def _came(found: Job, wait: _Wait) -> dict[int, str]:
+    """The digests of the ranks that came to a place."""
+    digests = ((rank, found.get(f"{wait.at}/{rank}")) for rank in wait.ranks)
+    return {rank: digest for rank, digest in digests if digest is not None}
+
+
+def _elsewhere(found: Job, wait: _Wait, came: dict[int, str]) -> dict[int, tuple[str, str]]:
+    """The ranks that wait for the same group in another part, with their places and digests."""
+    others: dict[int, tuple[str, str]] = {}
+    for rank in wait.ranks:
+        told = found.get(f"at/{rank}") if rank not in came else None
+        place, digest, groups = json.loads(told) if told is not None else ("", "", [])
+        if wait.group in groups and not found.has(f"{place}/{wait.group}/verdict"):
+            others[rank] = (place, digest)
+    return others
+
+
+def _settled(found: Job, wait: _Wait, verdict: Verdict, at: dict[int, tuple[str, str]]) -> Verdict:
+    """Store a verdict at each place where ranks wait; the first that is stored there holds."""
+    for place in dict.fromkeys(place for place, _ in at.values()):
+        here = tuple(sorted(rank for rank, (its, _) in at.items() if its == place))
+        told = dataclasses.replace(verdict, ranks=here) if verdict.state == _SAME else verdict
+        held = Verdict.from_text(found.settle(f"{place}/{wait.group}/verdict", told.to_text()))
+        verdict = held if place == wait.place else verdict
+    return verdict
+
+
+def _missing(
+    found: Job,
+    about: _About,
+    wait: _Wait,
+    ended: dict[int, str | None],
+    late: tuple[int, ...],
+    limit: float,
+) -> Verdict | None:
+    """The verdict that ranks ended, or are late; None if neither."""
+    said = {rank: text for rank, text in sorted(ended.items()) if text is not None}
+    sentence = f"{about.name} needs all of {_names(wait.ranks)}"
+    if said:
+        sentence, late = f"{sentence}: {'; '.join(said.values())}", tuple(said)
+    elif late:
+        sentence += (
+            f", and {_names(late)} did not come within {limit:g} seconds: it compiles, hangs, or runs other code"
+        )
+        sentence += "; options={'ranks_seconds': …} sets the limit"
+    else:
+        return None
+    return _settled(
+        found, wait, Verdict(state="missing", sentence=sentence, ranks=late), {found.rank: (wait.place, wait.digest)}
+    )
+
+
+def _process_of(found: Job, rank: int) -> str:
+    """Which process a rank is, kept; empty if it did not say."""
+    if rank not in _processes and (process := found.get(f"process/{rank}")) is not None:
+        _processes[rank] = process
+    return _processes.get(rank, "")
+
+
+def _know_keeper(found: Job) -> None:
+    """Keep which process has the store, and where it will say why it ended: the store may be gone when it matters."""
+    if _process_of(found, 0) and not _words and (path := found.get("words")) is not None:
+        _words.append(Path(path))
 
 
 def _keeper() -> str:
     """What became of the process with the store, which can't be asked any more: rank 0's, unless an agent keeps it."""
     process, pause = _processes.get(0, ""), Pause(_GRACE)
+    if _words and _words[0].exists():
+        with harmless("why rank 0 ended"):
+            return _failure(store.read_trusted(_words[0]).decode())
     while process and pause.waited < pause.limit:
         if is_gone(process):
             return f"the process of rank 0, which keeps it, has ended ({process})"
@@ -489,51 +644,51 @@ def _keeper() -> str:
     return "rank 0 keeps it, and may have ended"
 
 
-def _settle(found: Job, place: str, verdict: Verdict) -> Verdict:
-    """The first verdict that is stored holds."""
-    return _verdict(found.settle(f"{place}/verdict", json.dumps(dataclasses.asdict(verdict))))
+def _ended(found: Job, rank: int, function: str = "") -> str | None:
+    """How a rank ended, as it said or as its process shows; None if it may still come.
+
+    An error in another function than this one is no end.
+    """
+    failed, process = found.get(f"failed/{rank}"), _process_of(found, rank)
+    gone = bool(process) and is_gone(process)
+    if failed is not None and (gone or not function or json.loads(failed)["function"] == function):
+        return _failure(failed)
+    return _gone(rank, process) if gone else None
 
 
-def _verdict(text: str) -> Verdict:
-    data: dict[str, Any] = json.loads(text)
-    data["ranks"] = tuple(data["ranks"])
-    return Verdict(**data)
+def _failure(told: str) -> str:
+    said = json.loads(told)
+    return f"rank {said['rank']} failed in {said['function'] or said['graph']}: {said['error']}"
 
 
-def _end_of(found: Job, rank: int, function: str) -> str:
-    """How a rank ended, as it said or as its process shows; empty if it may still come."""
-    failed = found.get(f"failed/{rank}")
-    process = found.get(f"process/{rank}")
-    gone = process is not None and is_gone(process)
-    if failed is not None:
-        told = json.loads(failed)
-        if gone or not function or told["function"] == function:
-            return f"rank {rank} failed in {told['function'] or told['graph']}: {told['error']}"
-    return f"the process of rank {rank} has ended ({process})" if gone else ""
+def _gone(rank: int, process: str) -> str:
+    return f"the process of rank {rank} has ended ({process})"
 
 
-def _plan_at(found: Job, place: str, digest: str) -> Plan:
-    return Plan.from_text(found.get(f"{place}/{digest}") or "{}")
-
-
-def _compared(about: _About, digests: dict[int, str], plan_of: Callable[[str], Plan]) -> Verdict:
-    """The verdict on the plans of some ranks."""
-    if len(set(digests.values())) <= 1:
-        return Verdict(state=_SAME, ranks=tuple(digests))
-    plans = {digest: plan_of(digest) for digest in set(digests.values())}
-    first = min(digests)
-    for rank in sorted(digests):
-        found = difference(plans[digests[first]], plans[digests[rank]])
-        if found is None:
+def _compared(found: Job, at: dict[int, tuple[str, str]]) -> Verdict:
+    """The verdict on the plans of some ranks, which are at their places under their digests."""
+    if len(set(at.values())) <= 1:
+        return Verdict(state=_SAME, ranks=tuple(at))
+    plans = {each: Plan.from_text(found.get("/".join(each)) or "{}") for each in set(at.values())}
+    first = min(at)
+    for rank in sorted(at):
+        mine, its = plans[at[first]], plans[at[rank]]
+        differs = difference(mine, its)
+        if differs is None:
             continue
-        alike = tuple(other for other in sorted(digests) if digests[other] == digests[rank])
-        name, mine, others = found
-        sentence = f"{about.name} differs between ranks in the {name}: "
-        sentence += f"rank {first} has {mine}, {_names(alike)} {'have' if len(alike) > 1 else 'has'} {others}"
+        alike = tuple(other for other in sorted(at) if at[other] == at[rank])
+        name, one, other = differs
+        have = "have" if len(alike) > 1 else "has"
+        if mine.place == its.place:
+            sentence = f"{mine.place} differs between ranks in the {name}: rank {first} has {one}, "
+            sentence += f"{_names(alike)} {have} {other}"
+        else:
+            sentence = f"ranks run different graphs, which differ in the {name}: rank {first} has {one} in "
+            sentence += f"{mine.place}; {_names(alike)} {have} {other} in {its.place}"
         if name.startswith(_FOLLOWED) and all(plan.can_follow and _follows(plan) for plan in plans.values()):
             return Verdict(state=EAGER, sentence=f"{sentence}; the part runs eager on all ranks", ranks=alike)
         return Verdict(state="differs", sentence=sentence, ranks=alike)
-    return Verdict(state=_SAME, ranks=tuple(digests))
+    return Verdict(state=_SAME, ranks=tuple(at))
 
 
 def _follows(plan: Plan) -> bool:

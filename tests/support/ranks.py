@@ -34,7 +34,7 @@ def run_ranks(
         size: how many ranks.
         program: prints JSON in its last line; `GIVEN` has what follows.
         given: for all ranks.
-        folder: for caches; each rank has one of its own in it, and its timeline.
+        folder: for the program, and for caches; each rank has one of its own in it, and its timeline.
         timeout: seconds until a rank is killed.
 
     Returns:
@@ -44,6 +44,10 @@ def run_ranks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results: list[Any] = [None] * size
+    words = ["-c", PRELUDE + program]
+    if folder is not None:  # so that graphs know their lines
+        (folder / "program.py").write_text(PRELUDE + program)
+        words = [str(folder / "program.py")]
 
     def run(rank: int) -> None:
         variables = {
@@ -58,7 +62,7 @@ def run_ranks(
                 "OMNICOMP_CACHE_DIR": str(folder / f"cache{rank}"),
             }
         try:
-            done = python("-c", PRELUDE + program, environment=variables, timeout=timeout)
+            done = python(*words, environment=variables, timeout=timeout)
         except subprocess.TimeoutExpired:
             results[rank] = {"hung": True}
             return
