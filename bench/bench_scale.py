@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TRAIN = ROOT / "examples" / "train" / "llama.py"
 
 
 def one(folder: Path, artefacts: str) -> dict[str, Any]:
@@ -45,32 +44,49 @@ def one(folder: Path, artefacts: str) -> dict[str, Any]:
     }
 
 
-def rank() -> None:
-    """Train with tensor parallel, and print what this rank asked of the job's store."""
-    import runpy
+class Counted:
+    """A store that counts its messages."""
 
-    from omnicomp._torch import distributed
+    def __init__(self, store: Any) -> None:
+        self._store, self.messages, self.bytes = store, 0, 0
 
-    counts = {"puts": 0, "gets": 0, "bytes": 0}
-    put, get, get_all = distributed.Job.put, distributed.Job.get, distributed.Job.get_all
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
 
-    def counted_put(self: Any, key: str, text: str) -> None:
-        counts["puts"] += 1
-        counts["bytes"] += len(key) + len(text)
-        put(self, key, text)
+        def counted(*words: Any) -> Any:
+            self.messages += 1
+            self.bytes += len(repr(words))
+            return found(*words)
 
-    def counted_get(self: Any, key: str) -> str | None:
-        counts["gets"] += 1
-        return get(self, key)
+        return counted if callable(found) else found
 
-    def counted_get_all(self: Any, keys: Any) -> list[str] | None:
-        counts["gets"] += 1
-        return get_all(self, keys)
 
-    distributed.Job.put, distributed.Job.get, distributed.Job.get_all = counted_put, counted_get, counted_get_all
-    sys.argv = [str(TRAIN), "--tp", "2", "--steps", "2", "--checkpoint", "none"]
-    runpy.run_path(str(TRAIN), run_name="__main__")
-    print(json.dumps({"rank": os.environ["RANK"], **counts}), flush=True)
+def rank(late: float) -> None:
+    """Call a graph with a collective, and print what this rank asked of the job's store; one rank comes late."""
+    import torch
+    import torch.distributed._functional_collectives as funcol
+    from torch.distributed import distributed_c10d
+
+    import omnicomp
+
+    torch.distributed.init_process_group("gloo")
+    me, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    store = Counted(distributed_c10d._get_default_store())
+    distributed_c10d._get_default_store = lambda: store
+
+    @torch.compile(backend="omni", options={"lowerings": ["eager"]})
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x.sin(), "sum", torch.distributed.group.WORLD)
+
+    time.sleep(late if me == size - 1 else 0)
+    total(torch.ones(8))
+    (waited,) = [event.seconds for event in omnicomp.timeline.events() if event.type == "agreement"]
+    counts = {"messages": store.messages, "bytes": store.bytes, "waited": waited}
+    everyone: list[Any] = [None] * size
+    torch.distributed.all_gather_object(everyone, counts)
+    if me == 0:
+        print(json.dumps({"ranks": size, "late": late, "each": everyone}), flush=True)
+    torch.distributed.barrier()
 
 
 def run(*words: Any, folder: Path, cache: str, timeline: str = "") -> list[dict[str, Any]]:
@@ -125,10 +141,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=500, help="timelines in the folder that is read")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--artefacts", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        rank()
+    if arguments.rank is not None:
+        rank(arguments.rank)
         return
     if arguments.one:
         sys.path.insert(0, str(ROOT))
@@ -144,8 +160,12 @@ def main() -> None:
         files, kept = size(folder / "cold")
         (warm,) = run(*words, folder=folder, cache="cold")
         (loaded,) = run(*words, "--artefacts", folder / "file.omni", folder=folder, cache="loaded")
-        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        stores = run(*launch, __file__, "--rank", folder=folder, cache="cold")
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+        stores = [
+            run(*launch, ranks, __file__, "--rank", late, folder=folder, cache="cold")
+            for ranks in (2, 4, 8)
+            for late in (0, 10)
+        ]
         found = {
             "graph": {"events": cold["events"], "timeline_bytes": timeline.stat().st_size},
             "build": {"cold": cold, "warm": warm, "loaded": loaded},

@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -436,7 +436,7 @@ def _meet(
         if not found.has(f"{place}/{digest}"):
             found.put(f"{place}/{digest}", plan.to_text())
         if policy.ranks == "warn":
-            verdict = _seen(found, place, digest, members)
+            verdict = _seen(found, _arrived(found, place, digest, members))
         else:
             verdict = _awaited(found, about, place, digest, members, pause, some=some)
         _know_keeper(found)  # it may have joined since
@@ -469,37 +469,53 @@ def _record(about: _About, verdict: Verdict, seconds: float, *, warned: bool) ->
     )
 
 
-def _seen(found: Job, place: str, digest: str, members: dict[str, tuple[int, ...]]) -> Verdict:
-    """Compare with the plan of who came first, and wait for nobody."""
-    for group in members:
-        first = _first_of(found, f"{place}/{group}", digest)
-        verdict = _compared(found, {found.rank: (place, digest), first[0]: (place, first[1])})
-        if verdict.state != _SAME:
-            return dataclasses.replace(verdict, state="differs")
-    return Verdict(state=_SAME)
-
-
-def _first_of(found: Job, at: str, digest: str) -> tuple[int, str]:
-    """The rank that came first to a place, with its digest: this one, where none did."""
-    rank, _, its = found.settle(f"{at}/first", f"{found.rank} {digest}").partition(" ")
-    return int(rank), its
-
-
 @dataclasses.dataclass
 class _Wait:
-    """A rank waits for a group at a place; `last` where it is the last to come, and `first` is who watches."""
+    """A rank comes to a place for a group; `last` if it is the last one. The first to come, with a digest, watches."""
 
     group: str
     ranks: tuple[int, ...]
     place: str
     digest: str
-    first: int
+    first: tuple[int, str]
     last: bool
     watched: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def at(self) -> str:
         return f"{self.place}/{self.group}"
+
+
+def _arrived(found: Job, place: str, digest: str, members: dict[str, tuple[int, ...]]) -> list[_Wait]:
+    """Come to a place, for each group."""
+    waits: list[_Wait] = []
+    for group, ranks in members.items():
+        at = f"{place}/{group}"
+        found.put(f"{at}/{found.rank}", digest)
+        first, _, its = found.settle(f"{at}/first", f"{found.rank} {digest}").partition(" ")
+        waits.append(_Wait(group, ranks, place, digest, (int(first), its), found.add(f"{at}/came") == len(ranks)))
+    return waits
+
+
+def _seen(found: Job, waits: Sequence[_Wait]) -> Verdict:
+    """Compare with who came first, the last to come with all, and wait for nobody."""
+    for wait in waits:
+        verdict = _of_all(found, wait) if wait.last else _beside_first(found, wait)
+        if verdict.state != _SAME:
+            return dataclasses.replace(verdict, state="differs")
+    return Verdict(state=_SAME)
+
+
+def _beside_first(found: Job, wait: _Wait) -> Verdict:
+    rank, digest = wait.first
+    return _compared(found, {found.rank: (wait.place, wait.digest), rank: (wait.place, digest)})
+
+
+def _of_all(found: Job, wait: _Wait) -> Verdict:
+    """The verdict on the ranks of a group that all came to a place, stored there."""
+    digests = found.get_all([f"{wait.at}/{rank}" for rank in wait.ranks]) or []
+    at = {rank: (wait.place, digest) for rank, digest in zip(wait.ranks, digests, strict=True)}
+    return _settled(found, wait, _compared(found, at), at)
 
 
 def _awaited(
@@ -515,12 +531,7 @@ def _awaited(
     """The verdicts on all groups; the first that is not `same` counts."""
     # A part that may go on with one of its groups is not said to wait for any.
     found.put(f"at/{found.rank}", json.dumps([place, digest, [] if some else list(members)]))
-    waits: list[_Wait] = []
-    for group, ranks in members.items():
-        found.put(f"{place}/{group}/{found.rank}", digest)
-        first, _ = _first_of(found, f"{place}/{group}", digest)
-        last = found.add(f"{place}/{group}/came") == len(ranks)
-        waits.append(_Wait(group, ranks, place, digest, first, last))
+    waits = _arrived(found, place, digest, members)
     while waits:
         for wait in list(waits):
             verdict = _looked(found, about, wait, pause)
@@ -545,34 +556,28 @@ def _looked(found: Job, about: _About, wait: _Wait, pause: Pause) -> Verdict | N
         if verdict.state != _SAME or found.rank in verdict.ranks:
             return verdict
         # The others were here when this rank was elsewhere, and do not come again.
-        return _seen(found, wait.place, wait.digest, {wait.group: wait.ranks})
-    watches = wait.first == found.rank
+        return _seen(found, [dataclasses.replace(wait, last=False)])
+    if wait.last:
+        return _of_all(found, wait)
+    watches = wait.first[0] == found.rank
     late = pause.waited > pause.limit + (0 if watches else _GRACE)
-    if not (wait.last or late) and time.monotonic() - wait.watched < 5 * pause.longest:
+    if not late and time.monotonic() - wait.watched < 5 * pause.longest:
         return None
     wait.watched = time.monotonic()
     _know_keeper(found)
-    if not (watches or wait.last):
-        ended = {wait.first: _ended(found, wait.first, about.function)}
-        return _missing(found, about, wait, ended, (wait.first,) if late else (), pause.limit)
-    digests = found.get_all([f"{wait.at}/{rank}" for rank in wait.ranks]) if wait.last else None
-    came = dict(zip(wait.ranks, digests, strict=True)) if digests is not None else _came(found, wait)
-    elsewhere = {} if len(came) == len(wait.ranks) else _elsewhere(found, wait, came)
+    if not watches:
+        ended = {wait.first[0]: _ended(found, wait.first[0], about.function)}
+        return _missing(found, about, wait, ended, (wait.first[0],) if late else (), pause.limit)
+    came = {rank: (wait.place, digest) for rank in wait.ranks if (digest := found.get(f"{wait.at}/{rank}")) is not None}
+    elsewhere = _elsewhere(found, wait, came)
     if len(came) + len(elsewhere) == len(wait.ranks):
-        at = {rank: (wait.place, digest) for rank, digest in came.items()} | elsewhere
-        return _settled(found, wait, _compared(found, at), at)
+        return _settled(found, wait, _compared(found, came | elsewhere), came | elsewhere)
     absent = [rank for rank in wait.ranks if rank not in came and rank not in elsewhere]
     ended = {rank: _ended(found, rank, about.function) for rank in absent}
     return _missing(found, about, wait, ended, tuple(absent) if late else (), pause.limit)
 
 
-def _came(found: Job, wait: _Wait) -> dict[int, str]:
-    """The digests of the ranks that came to a place."""
-    digests = ((rank, found.get(f"{wait.at}/{rank}")) for rank in wait.ranks)
-    return {rank: digest for rank, digest in digests if digest is not None}
-
-
-def _elsewhere(found: Job, wait: _Wait, came: dict[int, str]) -> dict[int, tuple[str, str]]:
+def _elsewhere(found: Job, wait: _Wait, came: Container[int]) -> dict[int, tuple[str, str]]:
     """The ranks that wait for the same group in another part, with their places and digests."""
     others: dict[int, tuple[str, str]] = {}
     for rank in wait.ranks:

@@ -3,6 +3,7 @@ and handles, pieces with symbolic sizes of Dynamo's mode, and single sizes as fa
 
 import abc
 import dataclasses
+import inspect
 import os
 import sys
 import types
@@ -46,6 +47,18 @@ class CompilerInterface(abc.ABC):
 
 
 class Adaptor(vllm.OmniAdaptor, CompilerInterface): ...
+
+
+@pytest.mark.parametrize("ours", [vllm.OmniAdaptor, CompilerInterface])
+def test_the_methods_are_those_of_vllm(ours: Any) -> None:
+    theirs = pytest.importorskip("vllm.compilation.compiler_interface", exc_type=ImportError).CompilerInterface
+    methods = [name for name, member in vars(theirs).items() if inspect.isfunction(member)]
+    assert {"initialize_cache", "compute_hash", "compile", "load"} <= set(methods)
+    for name in methods:
+        one, other = (inspect.signature(getattr(each, name)).parameters for each in (ours, theirs))
+        assert [(each.name, each.kind) for each in one.values()] == [(each.name, each.kind) for each in other.values()]
+        given = {each.name: each.default for each in other.values() if each.default is not each.empty}
+        assert given.items() <= {each.name: each.default for each in one.values()}.items(), name
 
 
 @dataclasses.dataclass(frozen=True)
