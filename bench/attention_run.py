@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from harness import interleave, peak_memory, relative_error
+from harness import interleave, peak_memory, relative_error, wait_for_turn
 from torch import Tensor
 
 import omnicomp
@@ -39,7 +39,6 @@ class Settings:
         candidates: shell patterns of the candidates to measure.
         cudagraphs: compile with `mode="reduce-overhead"`.
         task: `measure`, or `check`, which compares without compiling.
-        turn: called when a row is compiled, before it is timed; waits until nobody else uses the machine.
     """
 
     device: str
@@ -49,7 +48,6 @@ class Settings:
     candidates: tuple[str, ...] = ("*",)
     cudagraphs: bool = False
     task: str = "measure"
-    turn: Callable[[], None] = lambda: None
 
     def compiled(self, function: Callable[..., Any], backend: str) -> Callable[..., Any]:
         """`torch.compile` as these settings want it."""
@@ -137,8 +135,8 @@ def compare(plan: Plan, settings: Settings) -> dict[str, Any]:
             record["failures"][name] = f"its error, {record['errors'][name]:.1e}, is {excess:.1f} times what is allowed"
             del ready[name]
     release(settings.device)
-    settings.turn()
     if settings.task == "measure":
+        wait_for_turn(settings.device)
         times = interleave(
             ready,
             rounds=settings.rounds,

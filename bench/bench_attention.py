@@ -1,6 +1,6 @@
 """Attention: models and single layers under eager, Inductor, transformers' fused settings, omni and the best kernels.
 
-    python bench/bench_attention.py --json results.jsonl --budget 560 --jobs 8     # on a GPU: about 45 rows
+    python bench/bench_attention.py --json results.jsonl --budget 560     # on a GPU: rows in the file are left out
     python bench/bench_attention.py --report results.jsonl --into docs/benchmarks.md     # needs no GPU
     python bench/bench_attention.py --quick --part forms --only 'causal/*'          # small, also on the CPU
     python bench/bench_attention.py --check                                        # do the forms' kernels agree?
@@ -9,19 +9,15 @@ A row is a model or a single layer, in inference or with the backward; `--list` 
 a user waits for them: compiled callables, called back to back, by the wall clock. Single layers are timed on the
 device, behind work that hides the host's launches, as the other layers of a model do. Candidates take turns; a ratio is
 the median over the rounds. Kernels picked by hand get masks ready made, and so do not pay for making them.
+`in_turn.py` compiles many rows beside each other.
 """
 
 import argparse
 import dataclasses
-import fcntl
 import json
 import logging
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -120,40 +116,6 @@ def measure(row: Row, settings: Settings, *, quick: bool) -> dict[str, Any]:
     return record
 
 
-def beside_each_other(todo: list[Row], arguments: argparse.Namespace, deadline: float) -> None:
-    """Measure the rows in processes that compile at the same time, and time one after the other (`turns`)."""
-    common = [sys.executable, os.path.abspath(__file__), "--device", arguments.device, "--json", arguments.json]
-    common += [flag for flag in ("quick", "full", "cudagraphs") if getattr(arguments, flag) for flag in [f"--{flag}"]]
-    common += ["--dtype", arguments.dtype] if arguments.dtype else []
-    common += ["--rounds", str(arguments.rounds)] if arguments.rounds else []
-    common += ["--candidates", *arguments.candidates, "--turns"]
-    environment = {**os.environ}
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    for first in range(0, len(todo), arguments.jobs):
-        with tempfile.NamedTemporaryFile() as turns:
-            wave = todo[first : first + arguments.jobs]
-            workers = [subprocess.Popen([*common, turns.name, "--only", row.key], env=environment) for row in wave]
-            for row, worker in zip(wave, workers, strict=True):
-                try:
-                    status = worker.wait(max(0.1, deadline - time.perf_counter()))
-                except subprocess.TimeoutExpired:
-                    worker.kill()
-                    status = worker.wait()
-                if status:
-                    print(f"{row.key}: out of time, or the process failed with {status}", flush=True)
-
-
-def turns(path: str) -> Callable[[], None]:
-    """Take part in turns: what is done before the result is called is done beside others, and what follows alone.
-
-    A shared lock of the file is held first. The exclusive one is given when nobody compiles any more, and is held until
-    the process ends.
-    """
-    file = open(path, "rb")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return lambda: fcntl.flock(file, fcntl.LOCK_EX)
-
-
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what was asked for and is not in the results yet, as long as there is time."""
     start = time.perf_counter()
@@ -170,12 +132,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         candidates=tuple(arguments.candidates),
         cudagraphs=arguments.cudagraphs,
         task=arguments.task,
-        turn=turns(arguments.turns) if arguments.turns else lambda: None,
     )
     print(f"{machine(arguments.device)}, {dtype}, {len(todo)} rows", flush=True)
-    if arguments.jobs and arguments.json:
-        beside_each_other(todo, arguments, start + budget)
-        return read([arguments.json])
     records: list[dict[str, Any]] = []
     slowest = 0.0
     for number, row in enumerate(todo):
@@ -231,13 +189,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--cudagraphs", action="store_true", help="compile with mode='reduce-overhead'")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no row that may end later")
-    parser.add_argument("--jobs", type=int, default=0, help="with --json: compile in so many processes")
     parser.add_argument("--json", metavar="FILE", help="append each row's result; rows in it are not measured again")
     parser.add_argument("--list", action="store_true", help="print the rows' names")
     parser.add_argument(
         "--check", dest="task", action="store_const", const="check", default="measure", help="compare, compile nothing"
     )
-    parser.add_argument("--turns", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--report", nargs="+", metavar="FILE", help="make the tables of results; measures nothing")
     parser.add_argument("--into", metavar="FILE.md", help="put the tables between its markers, and the plots beside it")
     return parser.parse_args()
@@ -251,7 +207,7 @@ def main() -> None:
         print("\n".join(row.key for row in rows(arguments)))
         return
     records = read(arguments.report) if arguments.report else run(arguments)
-    if arguments.task != "measure" or arguments.turns:
+    if arguments.task != "measure":
         return
     if not arguments.into:
         print(report(records))
