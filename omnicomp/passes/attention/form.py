@@ -33,6 +33,8 @@ _PRODUCT: Final = 2.0**14
 _PICKS: Final = ("gather", "index", "index_select")
 # Queries and keys are fewer.
 _POSITIONS: Final = 2.0**24
+# What may make any number of small parameters.
+_UNBOUNDED: Final = "log full div masked_fill where full_like arange autograd_function_apply".split()
 _Range = tuple[float, float]
 _UNKNOWN: Final[_Range] = (-math.inf, math.inf)
 
@@ -228,6 +230,12 @@ def least_added(step: Add, reader: Reader, bound: float = SWALLOWS) -> float:
     low, high = _range(step.term, reader, {})
     least = -high if step.negative else low
     return least if -math.inf < least <= bound else 0.0
+
+
+def greatest_added(step: Add, reader: Reader) -> float:
+    """The greatest number that a step may add."""
+    low, high = _range(step.term, reader, {})
+    return -low if step.negative else high
 
 
 def _check_hidden(site: Site, value: float, later: Sequence[Step], reader: Reader, *, added: bool = False) -> None:
@@ -494,7 +502,7 @@ def _only_parameters(value: Value, seen: set[Any], *, trained: bool) -> bool:
     if value.op is None:
         fakes: Any = [node.meta.get("example_value") for node in value.holders[:1]]
         return bool(fakes) and isinstance(fakes[0], torch.nn.Parameter) and (fakes[0].requires_grad or not trained)
-    if value.op.name in ("log", "full", "div", "masked_fill", "where", "full_like", "arange"):
+    if value.op.name in _UNBOUNDED:
         return False
     return any(v.fake.dtype.is_floating_point for v in value.op.inputs) and all(
         _only_parameters(v, seen, trained=trained) for v in value.op.inputs

@@ -14,7 +14,7 @@ import torch
 from omnicomp._torch.autograd.attention import hint_of, known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.candidates import is_shifted, normalized_later, written_out
-from omnicomp.passes.attention.form import SWALLOWS, Form, is_finite, least_added, number
+from omnicomp.passes.attention.form import SWALLOWS, Form, greatest_added, is_finite, least_added, number
 from omnicomp.passes.attention.masking import mask_key
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Floor, MatchEnded, Operand, Scale, Site, Step, axes_in
@@ -302,6 +302,8 @@ def _with_weights(site: Site, form: Form, value: Any, kept: tuple[Axis, ...], bu
                 site.output,
                 "the attention weights are changed between the softmax and the values, for each query and key",
                 needed="a factor for each query, or for each key",
+                lever="hide keys before the softmax instead, scores.masked_fill(~mask, float('-inf')), or give the "
+                "scores a bias",
             )
         groups = (batch, kept, keys, ())
         if isinstance(step, Fill):
@@ -453,22 +455,24 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
         empty = call(torch.isneginf, (top,))
         mask = call(torch.masked_fill, (mask, empty, 0.0))
         top = call(torch.masked_fill, (top, empty, 0.0))
+    # A huge number swallows scores whatever its sign.
+    beyond = call(torch.neg, (call(torch.abs, (top,)),)) if _lifts(form, reader) else top
     # What the program itself puts in the place of scores or of NaN stops the gradient there.
     replaced = not math.isnan(site.undefined) or any(isinstance(s, Fill) for s in (*form.mask, *site.weights))
     nan = {"undefined" if undefined and not replaced else "empty": empty}
     if averages:
         # What the queries of a row hold that is filled everywhere does not matter in eager either.
-        return GuardedMask(mask, call(torch.le, (top, lowest)) if filled else None, **nan)
+        return GuardedMask(mask, call(torch.le, (beyond, lowest)) if filled else None, **nan)
     if _passes_gradients(site, form, reader):
         if value_of(mask).requires_grad:
             return GuardedMask(mask, **nan)  # the backward of `attention_with_bias` normalizes the weights
         most = call(torch.sum, (call(torch.eq, (mask, top)),), {"dim": -1, "keepdim": True})
-        swallowed = call(torch.le, (top, lowest))
+        swallowed = call(torch.le, (beyond, lowest))
         return GuardedMask(mask, shared=call(torch.where, (swallowed, most, 1)), **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
     # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
     mask = call(torch.sub, (mask, top))
-    return GuardedMask(mask, call(torch.le, (top, lowest)), **nan)
+    return GuardedMask(mask, call(torch.le, (beyond, lowest)), **nan)
 
 
 def _passes_gradients(site: Site, form: Form, reader: Reader) -> bool:
@@ -511,6 +515,16 @@ def lowest_of(site: Site, form: Form, reader: Reader) -> float:
                 code="not_equal",
             )
     return _SWALLOWS_IN_DOUBLE
+
+
+def _lifts(form: Form, reader: Reader) -> bool:
+    """Whether a mask may hold numbers so great that they swallow scores."""
+    return any(
+        not (number(step.term) or 0) > 0
+        if isinstance(step, Scale)
+        else isinstance(step, Add) and greatest_added(step, reader) >= -_SWALLOWS_IN_HALF
+        for step in form.mask
+    )
 
 
 def _grows(step: Step) -> bool:

@@ -95,6 +95,13 @@ def test_rows_of_minus_infinity_or_twice_the_minimum_are_nan(name, dtype, traini
     assert empty.isnan().all()
 
 
+@pytest.mark.parametrize("number", [1e30, -1e30])
+def test_numbers_that_swallow_all_scores_of_a_row_are_uniform_in_the_backward(number):
+    keys = torch.ones(6, 8).tril(-1)
+    function = lambda q, k, v: (q @ k.mT * 0.25 + number * keys).softmax(-1) @ v  # noqa: E731
+    assert differentiate(function, *inputs()[:3]).rewrite()
+
+
 REPAIRED = {
     "weights": lambda s, v, kept: torch.nan_to_num(s.masked_fill(~kept, -math.inf).softmax(-1)) @ v,
     "replaced": lambda s, v, kept: torch.softmax(s.masked_fill(~kept, -math.inf), -1).masked_fill(~kept, 0.0) @ v,
