@@ -4,9 +4,9 @@ What it did is kept (`replay`), and what reads attention is imported for a graph
 """
 
 import dataclasses
-from typing import ClassVar, Final
+from typing import ClassVar
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.compile_fx import fallback_random
 from omnicomp.analysis.certify import (
@@ -20,11 +20,9 @@ from omnicomp.analysis.certify import (
 )
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
 from omnicomp.options.policy import Policy
-from omnicomp.passes.attention.nodes import is_fused_attention, is_multi_head, kind
+from omnicomp.passes.attention.nodes import is_function, is_fused_attention, is_multi_head, is_normalizing
 from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.passes.replay import decided
-
-_SOFTMAX: Final = frozenset(("softmax", "_softmax", "_safe_softmax", "log_softmax", "softmin", "exp", "exp_", "exp2"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +54,8 @@ class AttentionFusion(Pass):
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the graph has a softmax, maybe one that is written out or inside another function."""
-        return any(
-            kind(node) in _SOFTMAX or _is_exponential(node) or is_multi_head(node) or is_fused_attention(node)
-            for node in module.graph.nodes
-        )
+        kinds = (is_normalizing, is_multi_head, is_fused_attention, is_function)
+        return any(is_one(node) for node in module.graph.nodes for is_one in kinds)
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite every site that is understood and profitable, as before if the graph is known; report the others."""
@@ -76,9 +72,3 @@ def _is_final(context: PassContext) -> bool:
     """Whether there was time for all that was to be measured."""
     budget = context.memo["attention_budget"]
     return not budget.enabled or budget.seconds > 0
-
-
-def _is_exponential(node: Node) -> bool:
-    """Whether a node is a number to the power of a tensor."""
-    base = node.args[0] if node.args and kind(node) == "pow" else None
-    return isinstance(base, int | float)

@@ -384,9 +384,73 @@ def joined_scores(q, k, v, m):
     return torch.cat([part @ k.mT for part in q.chunk(2, 2)], 2).softmax(-1) @ v
 
 
+LEARNED = torch.nn.Parameter(torch.ones(16))
+
+
+class Weights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores):
+        return scores.softmax(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def weights_of_a_function(q, k, v, m):
+    return Weights.apply(q * LEARNED @ k.mT + m) @ v
+
+
+def scores_with_a_hook(q, k, v, m):
+    scores = q * LEARNED @ k.mT + m
+    scores.register_hook(lambda gradient: gradient * 2)
+    return scores.softmax(-1) @ v
+
+
+def best_keys(q, k, v, m):
+    values, places = (q @ k.mT + m).softmax(-1).topk(3, -1)
+    return torch.zeros_like(m.expand(2, 4, 6, 8)).scatter(-1, places, values) @ v
+
+
+def normalised_over_heads(q, k, v, m):
+    return F.layer_norm((q @ k.mT + m).softmax(-1).permute(0, 2, 3, 1), (4,)).permute(0, 3, 1, 2) @ v
+
+
+def hidden_by_the_scores(q, k, v, m):
+    scores = q @ k.mT + m
+    return scores.masked_fill(scores < scores.mean(-1, keepdim=True), -torch.inf).softmax(-1) @ v
+
+
+def mixed_in_one_einsum(q, k, v, m):
+    return torch.einsum("bhij,hg,bhjd->bgid", (q @ k.mT + m).softmax(-1), m[0, 0, :4, :4], v)
+
+
+def without_nan(q, k, v, m):
+    return (torch.nan_to_num(q @ k.mT) + m).softmax(-1) @ v
+
+
+def summed_by_a_product(q, k, v, m):
+    e = (q @ k.mT + m).exp()
+    return (e @ v) / (e @ torch.ones(8, 1))
+
+
+def relative_values_by_rows(q, k, v, m):
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v + (weights.permute(2, 0, 1, 3).flatten(1, 2) @ v[0, 0]).view(6, 2, 4, 16).permute(1, 2, 0, 3)
+
+
 @pytest.mark.parametrize(
     ("function", "sentence", "lever"),
     [
+        (weights_of_a_function, "an autograd.Function with a backward of its own", "without the Function"),
+        (scores_with_a_hook, "a hook changes the gradient", "leave the hook out"),
+        (best_keys, "chosen or moved by their values", "does not depend on the scores"),
+        (normalised_over_heads, "normalized by their mean", "leave the normalization out"),
+        (hidden_by_the_scores, "the mask depends on the scores", "does not depend on the scores"),
+        (mixed_in_one_einsum, "mixed between heads by another product", "outputs of the heads"),
+        (without_nan, "go through nan_to_num", "leave nan_to_num out"),
+        (summed_by_a_product, "not divided by their sums as they are", "torch.softmax(scores, -1) @ v"),
+        (relative_values_by_rows, "also used by permute", "second product with the weights"),
         (returned_scores, "scores_1 is returned", "do not return"),
         (divided_by_more, "not divided by their sums as they are", "add nothing to the sums"),
         (masked_exponentials, "not divided by their sums as they are", "mask the scores"),

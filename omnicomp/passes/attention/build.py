@@ -24,7 +24,7 @@ _BINARY: Final[dict[str, Call]] = {
 }
 _UNARY: Final[dict[str, Call]] = {
     **{n: getattr(torch, n) for n in "neg abs exp log tanh sigmoid sqrt rsqrt relu sin cos erf floor".split()},
-    **{n: getattr(torch, n) for n in ("reciprocal", "log1p")},
+    **{n: getattr(torch, n) for n in ("reciprocal", "log1p", "nan_to_num")},
     "softplus": torch.nn.functional.softplus,
     "not": torch.logical_not,
 }

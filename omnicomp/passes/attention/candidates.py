@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from omnicomp._torch.autograd.attention import known_equal
+from omnicomp.passes.attention.nodes import is_normalizing
 from omnicomp.passes.attention.reader import axes_of
 from omnicomp.passes.attention.site import MatchEnded
 from omnicomp.passes.attention.terms import flat
@@ -26,6 +27,28 @@ PASSED: Final = frozenset(
     "cat stack dropout sigmoid relu pow sqrt index_put slice_scatter constant_pad_nd gather index amax max sum abs "
     "logsumexp overwritten as_strided new_zeros nan_to_num roll flip tril triu".split()
 ) | frozenset(VIEWS)
+_FUNCTION: Final = "autograd_function_apply"
+_MOVED_BY_VALUE: Final = (
+    "the scores or the weights are chosen or moved by their values, which no fused kernel does",
+    "leave the choice out, or hide keys by a mask that does not depend on the scores",
+)
+_NORMALIZED: Final = (
+    "the scores or the weights are normalized by their mean and variance, which no fused kernel does",
+    "leave the normalization out, or normalize queries and keys, or the output, instead",
+)
+# Operators between scores and weights that are not read: what they do to an attention, and what to do instead.
+_UNREAD: Final[Mapping[str, tuple[str, str]]] = {
+    "register_hook": (
+        "a hook changes the gradient of the scores or the weights, which a fused kernel does not make",
+        "leave the hook out, or register it on the queries, the keys or the output",
+    ),
+    _FUNCTION: (
+        "an autograd.Function with a backward of its own is between the product with the keys and that with the values",
+        "call the operators of its forward without the Function, and let autograd derive the backward",
+    ),
+    **dict.fromkeys("topk sort kthvalue cumsum scatter scatter_add scatter_reduce".split(), _MOVED_BY_VALUE),
+    **dict.fromkeys("native_layer_norm native_group_norm native_batch_norm".split(), _NORMALIZED),
+}
 
 
 def candidates(trace: Trace, graph: Graph) -> Iterator[tuple[Op, Op]]:
@@ -60,6 +83,10 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
                     "torch.softmax(scores, -1) @ v",
                 ),
             )
+        elif (unknown := _unknown_between(op)) is not None:
+            sentence, lever = _UNREAD[unknown.name]
+            needed = "scale, mask, bias and other arithmetic of elements"
+            yield op, MatchEnded(unknown.node, sentence, needed=needed, lever=lever)
         elif op.name in _SOFTMAX and op.outputs[0].fake.dim() and (mixing := _mixing(op)) is not None:
             yield (
                 op,
@@ -90,12 +117,16 @@ class Late:
     Attributes:
         product: the product of exponentials and values.
         total: the sum of the exponentials; the product itself where a column of ones among the values makes it.
-        division: the one by the other.
+        division: the one by the other, or times its reciprocal.
+        above: what is divided.
+        divisor: what `division` reads of the sum, or of its reciprocal.
     """
 
     product: Op
     total: Op
     division: Op
+    above: Value
+    divisor: Value
 
 
 def normalized_later(op: Op) -> Late | None:
@@ -110,11 +141,34 @@ def normalized_later(op: Op) -> Late | None:
         return None
     if totals is not products and len(totals[0].argument("dim") or ()) != 1:
         return None
-    for division in _reached(products[0].outputs[0], ("div",), _MOVED):
-        if len(division.args) == 2 and isinstance(division.args[1], Value) and not division.kwargs:
-            above, below = (behind_views(each, _MOVED) for each in division.args)
-            if above is products[0].outputs[0] and below is totals[0].outputs[0]:
-                return Late(product=products[0], total=totals[0], division=division)
+    for division in _reached(products[0].outputs[0], ("div", "mul"), _MOVED):
+        if (fraction := _fraction(division)) is not None:
+            above, divisor, below = fraction
+            found = (behind_views(above, _MOVED), behind_views(below, _MOVED))
+            if found == (products[0].outputs[0], totals[0].outputs[0]):
+                return Late(product=products[0], total=totals[0], division=division, above=above, divisor=divisor)
+    return None
+
+
+def _fraction(op: Op) -> tuple[Value, Value, Value] | None:
+    """What is divided by what in `a / b`, `a * b.reciprocal()`, `a * (1 / b)` or `a * b ** -1`.
+
+    Returns:
+        `a`, the other operand, and `b`; None for other operators.
+    """
+    if op.name not in ("div", "mul") or len(op.args) != 2 or op.kwargs:
+        return None
+    above, divisor = op.args
+    if not isinstance(above, Value) or not isinstance(divisor, Value):
+        return None
+    if op.name == "div":
+        return above, divisor, divisor
+    for other, inverse in ((above, divisor), (divisor, above)):
+        made = behind_views(inverse, (*_AROUND, *_MOVED)).op
+        if made is not None and made.name == "mul" and made.args[1] == 1:
+            made = behind_views(made.args[0]).op
+        if made is not None and (made.name == "reciprocal" or (made.name == "pow" and made.args[1] == -1)):
+            return other, inverse, made.args[0]
     return None
 
 
@@ -142,13 +196,31 @@ def _is_normalized_later(op: Op) -> bool:
     if not computed or any(_reached(each.outputs[0], _SUMS, through) for each in _twins(op)):
         # What divides the weights by their own sums is the candidate, and not its exponentials.
         return bool(computed) and not any(exponential(user) for user in op.outputs[0].users)
-    # The sum may be a column of the product, that of ones beside the values.
+    # The sum may be a product with ones, or a column of the product, that of ones beside the values.
     moved = (*_MOVED, "add", "clamp", "clamp_min", "maximum", "where", "masked_fill")
-    return any(
-        all(isinstance(each, Value) and behind_views(each, moved) is product.outputs[0] for each in division.args)
-        for product in computed
-        for division in _reached(product.outputs[0], ("div",), moved)
-    )
+    made = {product.outputs[0] for product in computed}
+    fractions = (_fraction(each) for value in made for each in _reached(value, ("div", "mul"), moved))
+    return any(f is not None and {behind_views(f[0], moved), behind_views(f[2], moved)} <= made for f in fractions)
+
+
+def _unknown_between(op: Op) -> Op | None:
+    """The operator nearest to a softmax that is not read, between a product of scores and one with the values."""
+    through = PASSED | _UNREAD.keys()
+    if op.name == _FUNCTION:
+        inside = getattr(op.node.graph.owning_module, str(getattr(op.node.args[0], "target", "")), None)
+        if not isinstance(inside, GraphModule) or not any(map(is_normalizing, inside.graph.nodes)):
+            return None
+        scored = any(comes_from_product(value, through) for value in op.inputs)
+        return op if scored and any(product_below(value, through) for value in op.outputs) else None
+    exponent = exponential(op)
+    if op.name not in _SOFTMAX and exponent is None:
+        return None
+    scores = next(op.inputs) if exponent is None else exponent
+    if not comes_from_product(scores, through) or product_below(op.outputs[0], through) is None:
+        return None
+    if not comes_from_product(scores):
+        return _nearest(scores, _UNREAD, up=True)
+    return None if product_below(op.outputs[0]) is not None else _nearest(op.outputs[0], _UNREAD, up=False)
 
 
 def _multiplied_out(softmax: Op) -> Op | None:
@@ -188,27 +260,32 @@ def _repeats_both(op: Op | None) -> bool:
 def _mixing(softmax: Op) -> Op | None:
     """The product with a parameter between a product of scores and the softmax, or between that and the values."""
     size, scores = softmax.outputs[0].fake.shape[normalized_dim(softmax)], next(softmax.inputs)
-    before = None if comes_from_product(scores) else _nearest(scores, size, up=True)
+    before = None if comes_from_product(scores) else _nearest(scores, (*PRODUCTS, "convolution"), up=True)
+    before = None if before is None or _is_of_keys(before.outputs[0], before, size) else before
     if before is not None and not any(map(comes_from_product, before.inputs)):
         return None
     if before is None and not comes_from_product(scores):
         return None
     if product_below(softmax.outputs[0]) is not None:
         return before
-    after = _nearest(softmax.outputs[0], size, up=False)
-    return None if after is None or product_below(after.outputs[0]) is None else before or after
+    after = _nearest(softmax.outputs[0], (*PRODUCTS, "convolution"), up=False)
+    if after is None or _is_of_keys(after.args[0], after, size):
+        return None
+    return None if product_below(after.outputs[0]) is None else before or after
 
 
-def _nearest(value: Value, size: Any, *, up: bool) -> Op | None:
-    """The first product with a parameter through arithmetic and views, whose features are not what is normalized."""
+def _is_of_keys(value: Value, op: Op, size: Any) -> bool:
+    """Whether the features that a product makes, or reads, are what is normalized."""
+    return op.name in PRODUCTS and known_equal(value.fake.shape[-1], size)
+
+
+def _nearest(value: Value, names: Collection[str], *, up: bool) -> Op | None:
+    """The first operator of the given names, through arithmetic and views."""
     seen, queue = {value}, [value]
     for item in queue:
         for op in ([item.op] if item.op is not None else []) if up else item.users:
-            if op.name == "convolution":
-                return op
-            if op.name in PRODUCTS:
-                features = (op.outputs[0] if up else op.args[0]).fake.shape[-1]
-                return None if known_equal(features, size) or len(seen) > 200 else op
+            if op.name in names:
+                return op if len(seen) <= 200 else None
             if op.name in PASSED:
                 new = [v for v in (op.inputs if up else op.outputs) if v not in seen]
                 seen.update(new)
@@ -254,20 +331,14 @@ def _exponent(op: Op) -> Value | None:
 
 def _quotient(op: Op) -> tuple[Op, Op] | None:
     """The exponentials and the sum of `e / sum` or of `e * sum.reciprocal()`."""
-    if op.name not in ("div", "mul") or len(op.args) != 2 or not all(isinstance(a, Value) for a in op.args):
+    fraction = _fraction(op)
+    if fraction is None:
         return None
-    for given in (op.args, op.args[::-1]) if op.name == "mul" else (op.args,):
-        above, below = behind_views(given[0], _AROUND).op, behind_views(given[1], (*_AROUND, *_MOVED))
-        if op.name == "mul":
-            if below.op is None or below.op.name != "reciprocal":
-                continue
-            below = behind_views(below.op.args[0], (*_AROUND, *_MOVED))
-        total = below.op
-        if above is None or total is None or total.name != "sum" or _exponent(above) is None:
-            continue
-        if behind_views(total.args[0], ("clone", "_to_copy")).op is above and _of_own_rows(op, given[1], total):
-            return above, total
-    return None
+    above, total = behind_views(fraction[0], _AROUND).op, behind_views(fraction[2], (*_AROUND, *_MOVED)).op
+    if above is None or total is None or total.name != "sum" or _exponent(above) is None:
+        return None
+    own = behind_views(total.args[0], ("clone", "_to_copy")).op is above
+    return (above, total) if own and _of_own_rows(op, fraction[1], total) else None
 
 
 def _of_own_rows(op: Op, value: Value, total: Op) -> bool:
@@ -318,7 +389,7 @@ def behind_views(value: Value, names: Sequence[str] = _COPIES) -> Value:
     return value
 
 
-def comes_from_product(value: Value) -> bool:
+def comes_from_product(value: Value, through: Collection[str] = PASSED) -> bool:
     """Whether a value comes from a product of two tensors that were computed."""
     seen, stack = {value}, [value]
     while stack and len(seen) < 500:
@@ -328,7 +399,7 @@ def comes_from_product(value: Value) -> bool:
         if op.name in PRODUCTS:
             if not any(_is_parameter(operand) for operand in op.inputs):
                 return True
-        elif op.name in PASSED:
+        elif op.name in through:
             new = [v for v in op.inputs if v not in seen]
             seen.update(new)
             stack.extend(new)
@@ -341,7 +412,7 @@ def _is_parameter(value: Value) -> bool:
     return bool(fake) and isinstance(fake[0], torch.nn.Parameter)
 
 
-def product_below(value: Value) -> Op | None:
+def product_below(value: Value, through: Collection[str] = PASSED) -> Op | None:
     """The first product that reads a value through arithmetic and views."""
     seen, queue = {value}, [value]
     for item in queue:
@@ -350,7 +421,7 @@ def product_below(value: Value) -> Op | None:
         for op in item.users:
             if op.name in PRODUCTS:
                 return None if any(_is_parameter(v) for v in op.inputs) else op
-            if op.name in PASSED:
+            if op.name in through:
                 new = [v for v in op.outputs if v not in seen]
                 seen.update(new)
                 queue.extend(new)

@@ -16,7 +16,7 @@ from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.nodes import is_shape_only, kind, mutates
 
-_PRODUCTS: Final = ("matmul", "bmm")
+_PRODUCTS: Final = ("matmul", "bmm", "einsum")
 _SIGNS: Final[dict[str, Callable[..., Any]]] = {"add": torch.add, "sub": torch.sub}
 _CASTS: Final = ("to", "type_as", "float", "half", "bfloat16", "contiguous", "dropout")
 _VIEWS: Final = ("view", "reshape", "unflatten", "getitem", "select", "unbind")
@@ -93,22 +93,28 @@ def distribute(graph: Graph) -> list[Combined]:
 
 
 def _distributed(product: Node) -> Combined | None:
-    if kind(product) not in _PRODUCTS or product.kwargs or len(product.args) != 2:
+    operands = product.all_input_nodes
+    if kind(product) not in _PRODUCTS or product.kwargs or len(operands) != 2:
         return None
-    combined, values = product.args
-    if not isinstance(combined, Node) or not isinstance(values, Node) or values is combined:
+    combined, values = operands if kind(operands[0]) in _SIGNS or kind(product) != "einsum" else operands[::-1]
+    if kind(combined) not in _SIGNS or combined.kwargs.keys() - {"alpha"}:
         return None
-    if kind(combined) not in _SIGNS:
+    if len(combined.args) != 2 or not _used_by(combined, product):
         return None
-    if combined.kwargs or len(combined.args) != 2 or not _used_by(combined, product):
-        return None
-    terms = [_term(each, combined) for each in combined.args]
-    first, second = terms
+    first, second = (_term(each, combined) for each in combined.args)
     if first is None or second is None or not known_shape(_fake(first.weights), _fake(second.weights)):
         return None
+    if (alpha := combined.kwargs.get("alpha", 1)) != 1:
+        if not isinstance(second.factor, int | float | None) or not isinstance(alpha, int | float):
+            return None
+        second = _Term(weights=second.weights, factor=alpha if second.factor is None else alpha * second.factor)
     if len({_fake(n).dtype for n in (first.weights, second.weights, combined, values, product)}) != 1:
         return None
-    if _fake(values).dim() != _fake(combined).dim() or not known_shape(_fake(combined), _fake(first.weights)):
+    if not known_shape(_fake(combined), _fake(first.weights)):
+        return None
+    # The dimensions of an einsum may be in any order.
+    numbers = all(not isinstance(each.factor, Node) or not _fake(each.factor).dim() for each in (first, second))
+    if not (numbers if kind(product) == "einsum" else _fake(values).dim() == _fake(combined).dim()):
         return None
     gone = [n for n in combined.args if isinstance(n, Node) and n not in (first.weights, second.weights)]
     gone = sorted({*gone, combined, product})
@@ -128,13 +134,18 @@ def _written(product: Node, combined: Node, values: Node, first: _Term, second: 
         new.append(insert_call(product, target, args, None))
         return new[-1]
 
-    joined = _joined(first.weights, second.weights)
+    joined = None if kind(product) == "einsum" else _joined(first.weights, second.weights)
     if joined is not None:
         stacked, dim, places = joined
         products = (call(torch.matmul, stacked, call(torch.unsqueeze, values, dim)),)
         outputs = [call(torch.select, products[0], dim, place) for place in places]
     else:
-        products = tuple(call(torch.matmul, each.weights, values) for each in (first, second))
+        arguments = [
+            map_arg(product.args, lambda node, of=each.weights: of if node is combined else node)
+            for each in (first, second)
+        ]
+        target = product.target if kind(product) == "einsum" else torch.matmul
+        products = tuple(call(target, *each) for each in arguments)
         outputs = list(products)
     scaled = [
         output if term.factor is None else call(torch.mul, output, term.factor)

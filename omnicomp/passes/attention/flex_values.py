@@ -20,7 +20,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **{name: getattr(torch, name) for name in ("maximum", "minimum", "where", "abs", "exp", "log", "tanh", "sigmoid")},
     **{name: getattr(torch, name) for name in ("sqrt", "rsqrt", "relu", "sin", "cos", "erf", "floor", "reciprocal")},
     **{"div": operator.truediv, "and": operator.and_, "or": operator.or_, "not": operator.invert},
-    **{"log1p": torch.log1p, "softplus": F.softplus},
+    **{"log1p": torch.log1p, "softplus": F.softplus, "nan_to_num": torch.nan_to_num},
 }
 # With a number for one operand.
 _BOUNDS: Final[dict[str, Callable[..., Any]]] = {"maximum": torch.clamp_min, "minimum": torch.clamp_max}

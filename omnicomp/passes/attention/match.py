@@ -26,8 +26,20 @@ from omnicomp.passes.attention.candidates import (
 from omnicomp.passes.attention.form import SWALLOWS
 from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.reader import At, Reader, axes_of
-from omnicomp.passes.attention.site import Fill, MatchEnded, Scale, Site, Step, number_in, step_of, steps_of, uncast
-from omnicomp.passes.attention.structure import term_key
+from omnicomp.passes.attention.site import (
+    Fill,
+    MatchEnded,
+    Narrow,
+    Scale,
+    Site,
+    Step,
+    axes_in,
+    number_in,
+    step_of,
+    steps_of,
+    uncast,
+)
+from omnicomp.passes.attention.structure import folded, term_key
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Read, Scores, Term, flat, leaves
 from omnicomp.passes.attention.trace import Op, Trace, Value
 from omnicomp.passes.attention.views import VIEWS, NotAView, broadcast, followed, full, source
@@ -121,7 +133,7 @@ class _Match:
             scale=peeled[0][1] * peeled[1][1],
             factors=[*peeled[0][2], *peeled[1][2]],
             score=score,
-            steps=steps_of(score),
+            steps=self._steps(score),
             sinks=self.sinks,
             dropout=self.dropout,
             weights=self.weights,
@@ -179,7 +191,7 @@ class _Match:
         at = where = axes_of(value, "x")
         if self.late is not None and value.op is self.late.division:
             self.passed.append(value)
-            value = self.late.division.args[0]
+            value = self.late.above
             if not known_shape(value.fake, self.late.division.outputs[0].fake):
                 raise self._ended("the sums of the weights have dimensions of their own", "a sum for each query")
         while value.op is not self.used:
@@ -209,7 +221,7 @@ class _Match:
     def _divisor(self, at: At, made_by: Op) -> At:
         """Where in the result of an operator the numbers are that the elements of the output are divided by."""
         assert self.late is not None
-        value = self.late.division.args[1]
+        value = self.late.divisor
         passed, where = followed(value, broadcast(value, at), made_by)
         self.passed += passed
         return where
@@ -291,11 +303,22 @@ class _Match:
             carriers = [n for n, a in enumerate(term.args) if isinstance(uncast(a), Read) and self._carries(a)]
             if len(carriers) == 1:
                 carrier: Any = uncast(term.args[carriers[0]])
-                step = step_of(term, carriers[0])
+                step = self._with_number(step_of(term, carriers[0]))
                 if isinstance(step, Scale) or (isinstance(step, Fill) and number_in(step.value) == 0):
                     self.weights.insert(0, step)
                     return carrier.value, carrier.at
         raise self._changed_weights(op)
+
+    def _steps(self, score: Term) -> list[Step | Narrow] | None:
+        steps = steps_of(score)
+        return None if steps is None else [self._with_number(step) for step in steps]
+
+    def _with_number(self, step: Any) -> Any:
+        """A step with the number that it fills in, if a tensor of one number is filled in; others as they are."""
+        if not isinstance(step, Fill) or number_in(step.value) is not None:
+            return step
+        value = folded(self.reader.expand(step.value))
+        return Fill(step.condition, value) if isinstance(value, Number) else step
 
     def _changed_weights(self, op: Op) -> MatchEnded:
         """What an operator does to the weights that no kernel does, and what to write instead."""
@@ -344,8 +367,9 @@ class _Match:
         value = next(self.softmax.inputs) if exponent is None else exponent
         dim = normalized_dim(self.softmax) % len(at)
         size = value.fake.shape[dim]
-        if flat(at[dim].axes) != flat(key.axes):
-            if product_below(self.used.outputs[0]) is not None:
+        if (own := flat(at[dim].axes)) != flat(key.axes):
+            # A product that sums over heads as well mixes these, too.
+            if set(own) < set(flat(key.axes)) or product_below(self.used.outputs[0]) is not None:
                 raise self._ended(
                     "the weights are mixed between heads by another product before they meet the values",
                     "weights that go to the values as they are",
@@ -465,6 +489,27 @@ class _Match:
                 raise self._ended("the output has an axis of its own", "batch, queries and features")
 
         self._check_gradients(site)
+        self._check_masks(site)
+
+    def _check_masks(self, site: Site) -> None:
+        """A mask that is made of the scores needs them beside the fused kernel, which would make them once more."""
+        first, seen, keys = self.trace.order[site.product], set[Op](), set(flat(site.keys))
+        terms = [term for step in site.steps or () for term in vars(step).values() if isinstance(term, Term)]
+        reads = [leaf for term in terms for leaf in leaves(term) if isinstance(leaf, Read)]
+        # What is the same for all keys, such as the greatest score, no softmax sees.
+        stack = [read.value.op for read in reads if axes_in(read) & keys]
+        while stack:
+            op = stack.pop()
+            if op is None or op in seen or self.trace.order[op.node] < first:
+                continue
+            if op.node is site.product:
+                raise self._ended(
+                    "the mask depends on the scores, so that a fused kernel would be one product more",
+                    "a mask of what is known before the product",
+                    lever="hide keys by a mask that does not depend on the scores",
+                )
+            seen.add(op)
+            stack.extend(value.op for value in op.inputs)
 
     def _check_gradients(self, site: Site) -> None:
         """Gradients that a program stops on the way from the output to the scores would flow through a fused kernel."""

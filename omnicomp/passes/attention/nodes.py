@@ -14,6 +14,9 @@ from omnicomp.analysis.nodes import op_name
 _NAMESPACES: Final = ("torch", "torch.nn.functional", "torch.functional", "operator", "Tensor", "torch.special")
 _SHAPE_ONLY: Final = ("size", "dim", "ndimension", "sym_size", "numel", "stride")
 _STATE: Final = ("autocast", "grad_enabled", "inference_mode", "_nesting", "setitem", "set_")
+_NORMALIZING: Final = frozenset(
+    ("softmax", "_softmax", "_safe_softmax", "log_softmax", "softmin", "exp", "exp_", "exp2")
+)
 _RANDOM: Final = (
     "rand",
     "randn",
@@ -50,6 +53,17 @@ def is_scaled_dot_product_attention(node: Node) -> bool:
 def is_fused_attention(node: Node) -> bool:
     """Whether a node is an attention of torch's own, FlexAttention too."""
     return is_scaled_dot_product_attention(node) or node.target is FLEX
+
+
+def is_normalizing(node: Node) -> bool:
+    """Whether a node is a softmax, or an exponential that one may be written out with."""
+    base = node.args[0] if node.args and kind(node) == "pow" else None
+    return kind(node) in _NORMALIZING or isinstance(base, int | float)
+
+
+def is_function(node: Node) -> bool:
+    """Whether a node applies an `autograd.Function` of the program."""
+    return getattr(node.target, "__name__", "") == "autograd_function_apply"
 
 
 def is_multi_head(node: Node) -> bool:

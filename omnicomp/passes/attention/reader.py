@@ -210,6 +210,8 @@ class Reader:
             return self._apply("sub", (second, first), at)
         if name in _UNARY and len(op.args) == 1:
             return self._apply(name, op.args, at, at_least=op.outputs[0].fake.dtype)
+        if name == "nan_to_num" and not op.argument("nan") and all(bound is None for bound in op.args[2:]):
+            return self._apply(name, op.args[:1], at)
         if name in ("logical_not", "bitwise_not") and op.args[0].fake.dtype == torch.bool:
             return Apply(dtype=torch.bool, op="not", args=(self._operand(op.args[0], at, torch.bool),))
         if name in ("where", "masked_fill"):

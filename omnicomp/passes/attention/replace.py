@@ -15,7 +15,8 @@ from omnicomp.passes.attention.trace import Trace
 _TRANSPOSES: Final = ("transpose", "permute", "swapaxes")
 _LAYOUT_ENDS: Final = ("reshape", "flatten", "contiguous")
 _LOG_SUM_EXP: Final = (
-    "do without the log-sum-exp, or take it from flex_attention(q, k, v, return_lse=True) on CUDA; a CPU has none"
+    "do without the log-sum-exp and what it is made of, or take it from flex_attention(q, k, v, return_lse=True) on "
+    "CUDA; a CPU has none"
 )
 _VIEWS: Final = (*_TRANSPOSES, *_LAYOUT_ENDS, "view", "getitem", "unsqueeze", "squeeze", "unflatten", "expand")
 
@@ -32,11 +33,14 @@ def check_unused(site: Site) -> None:
         users = [user for user in others if _is_needed(user, site, unneeded)]
         if not users:
             continue
-        other = users[0]
+        other = next(filter(_is_returned, users), users[0])
         returned = _is_returned(other)
         lever = _without(other)
         if returned:
-            lever = "do not return the attention scores or weights (output_attentions=False)"
+            lever = (
+                "do not return the attention scores or weights (output_attentions=False), nor save them in an "
+                "autograd.Function"
+            )
         if kind(node) == "logsumexp":
             lever = _LOG_SUM_EXP
         raise MatchEnded(
@@ -51,9 +55,13 @@ def check_unused(site: Site) -> None:
 
 def _without(other: Node) -> str:
     """What to do about another user of the scores or weights."""
+    while kind(other) in _VIEWS and len(other.users) == 1:
+        (other,) = other.users
     name = kind(other)
-    if name == "logsumexp":
+    if name in ("logsumexp", "amax", "max", "log"):
         return _LOG_SUM_EXP
+    if name in ("topk", "sort", "kthvalue", "lt", "le", "gt", "ge"):
+        return "hide keys by a mask that does not depend on the scores"
     if name in ("matmul", "bmm", "einsum", "mm", "baddbmm"):
         return (
             f"leave out the second product with the weights, {other.name}, such as that of relative positions of "
@@ -64,7 +72,7 @@ def _without(other: Node) -> str:
 
 def _is_returned(node: Node) -> bool:
     """Whether a node is the graph's output, or leads to it by views and copies alone."""
-    same = kind(node) in (*_VIEWS, "detach", "clone", "to", "float")
+    same = kind(node) in (*_VIEWS, "detach", "clone", "to", "float", "getattr")
     return node.op == "output" or (same and any(map(_is_returned, node.users)))
 
 

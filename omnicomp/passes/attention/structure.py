@@ -177,6 +177,11 @@ def build(op: str, dtype: torch.dtype, *args: Term) -> Term:
     return term
 
 
+def folded(term: Term) -> Term:
+    """`term` with its constants folded."""
+    return build(term.op, term.dtype, *map(folded, term.args)) if isinstance(term, Apply) else term
+
+
 def substitute(term: Term, old: Term, new: Term, structure: Structure) -> Term:
     """`term` with every part of the same structure as `old` replaced by `new`, and constants folded."""
     wanted = structure.number(old)

@@ -76,7 +76,8 @@ def choose(site: Site, session: Session) -> Chosen:
     if ended:
         # The first says what the program does, the others what else was tried.
         first, *others = ended
-        first.observed = "; ".join([first.observed, *(str(other) for other in others), *errors])
+        told = dict.fromkeys(str(other) for other in others if str(other) != str(first))
+        first.observed = "; ".join([first.observed, *told, *errors])
         raise first
     raise _not_profitable(site, session.context, errors)
 

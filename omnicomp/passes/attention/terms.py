@@ -131,7 +131,7 @@ OPERATIONS: Final[dict[str, int]] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "floordiv", "mod", "pow", "maximum", "minimum"), 2),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"), 2),
     **dict.fromkeys(("neg", "abs", "exp", "log", "tanh", "sigmoid", "sqrt", "rsqrt", "relu", "not", "cast"), 1),
-    **dict.fromkeys(("sin", "cos", "erf", "floor", "reciprocal", "log1p", "softplus"), 1),
+    **dict.fromkeys(("sin", "cos", "erf", "floor", "reciprocal", "log1p", "softplus", "nan_to_num"), 1),
     "where": 3,
 }
 
@@ -173,7 +173,7 @@ _FUNCTIONS: Final[dict[str, Any]] = {
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "where")},
     **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "exp", "log", "tanh")},
     **{name: getattr(torch, name) for name in ("sigmoid", "sqrt", "rsqrt", "relu", "sin", "cos", "erf", "floor")},
-    **{name: getattr(torch, name) for name in ("reciprocal", "log1p")},
+    **{name: getattr(torch, name) for name in ("reciprocal", "log1p", "nan_to_num")},
     "floordiv": torch.floor_divide,
     "mod": torch.remainder,
     "softplus": torch.nn.functional.softplus,

@@ -24,6 +24,8 @@ from omnicomp.passes.attention.nodes import active_dropout, changes_grad_mode, i
 CALL: Final = "scaled_dot_product_attention"
 # The same for FlexAttention: queries, keys, values, and the mask that its function of indices makes, or None.
 FLEX_CALL: Final = "flex_attention"
+# Regions that say what a gradient is; their results are known by these names alone.
+_GRADIENTS: Final = ("register_hook", "autograd_function_apply")
 # What a function of single indices may do, if it is to give the same for tensors of all of them.
 _OF_ELEMENTS: Final = frozenset(
     "add sub rsub mul div neg abs eq ne lt le gt ge where index minimum maximum clamp floor_divide remainder _to_copy "
@@ -334,6 +336,12 @@ class _Runner(Interpreter):
     def _call_region(self, n: Node) -> Any:
         args, _ = self.fetch_args_kwargs_from_env(n)
         regions = [a for a in args if isinstance(a, GraphModule)]
+        name = n.target.name()
+        if name in _GRADIENTS:
+            out = self._from_example(n)
+            tensors = [each for each in args if isinstance(each, torch.Tensor)]
+            self.recorder.note(name, tensors, {}, *(t for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
+            return out
         if len(regions) != 1 or regions[0] not in self.followed:
             return self._from_example(n)
         inputs = [a for a in args[args.index(regions[0]) + 1 :] if not isinstance(a, str)]

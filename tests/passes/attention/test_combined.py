@@ -41,6 +41,10 @@ def as_published(q, k, v):
     return (found[:, :, 0] - LAM * found[:, :, 1]) @ v[:, ::2]
 
 
+def in_an_einsum(q, k, v):
+    return torch.einsum("bhij,bhjd->bihd", torch.sub(weights(q, k), others(q, k), alpha=0.3), v)
+
+
 def unbound(q, k, v):
     first, second = weights(q, k).unflatten(1, (2, 2)).unbind(2)
     return (first - LAM * second) @ v[:, ::2]
@@ -48,7 +52,7 @@ def unbound(q, k, v):
 
 @pytest.mark.parametrize(
     ("function", "sites"),
-    [(two, 2), (added, 2), (for_each_head, 2), (flattened, 2), (as_published, 1), (unbound, 1)],
+    [(two, 2), (added, 2), (for_each_head, 2), (flattened, 2), (in_an_einsum, 2), (as_published, 1), (unbound, 1)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_each_of_them_is_fused(function, sites):
@@ -66,6 +70,10 @@ def test_gradients(function):
 
 def a_factor_of_keys(q, k, v):
     return (weights(q, k) - torch.linspace(0, 1, 8) * others(q, k)) @ v
+
+
+def a_factor_of_heads_in_an_einsum(q, k, v):
+    return torch.einsum("bhij,bhjd->bihd", weights(q, k) - HEADS * others(q, k), v)
 
 
 def returned(q, k, v):
@@ -95,7 +103,16 @@ def positions(q, k, v):
 
 
 @pytest.mark.parametrize(
-    "function", [a_factor_of_keys, returned, both_returned, changed_in_between, some_heads, positions]
+    "function",
+    [
+        a_factor_of_keys,
+        a_factor_of_heads_in_an_einsum,
+        returned,
+        both_returned,
+        changed_in_between,
+        some_heads,
+        positions,
+    ],
 )
 def test_what_would_not_be_fused_is_left_as_it_was(function):
     arguments, backend = inputs()[:3], Backend()
@@ -104,7 +121,7 @@ def test_what_would_not_be_fused_is_left_as_it_was(function):
     assert backend.reasons()
     assert all(reason.lever for reason in backend.reasons())
     (graph,) = backend.graphs
-    products = [node for node in graph.graph.nodes if "matmul" in str(node.target)]
+    products = [node for node in graph.graph.nodes if "matmul" in str(node.target) or "einsum" in str(node.target)]
     assert len(products) == (2 if function in (positions, some_heads) else 3)
 
 

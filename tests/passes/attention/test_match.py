@@ -226,10 +226,11 @@ def late_and_transposed(q, k, v):
         lambda q, k, v: late(q @ k.mT, v),
         lambda q, k, v: late(q @ k.mT, v, shifted=False),
         lambda q, k, v: late((q @ k.mT).masked_fill(torch.ones(6, 8).triu(3).bool(), -math.inf), v),
+        lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) * (1 / e.sum(-1, keepdim=True)),
         late_in_place,
         late_and_transposed,
     ],
-    ids=["shifted", "plain", "causal", "in place", "transposed"],
+    ids=["shifted", "plain", "causal", "reciprocal", "in place", "transposed"],
 )
 def test_a_product_that_is_divided_by_the_sums_later(function):
     arguments = inputs()[:3]
@@ -244,9 +245,10 @@ def test_a_product_that_is_divided_by_the_sums_later(function):
         lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) / e.sum(-2)[..., :6].unsqueeze(-1),
         lambda q, k, v: ((e := (q[..., :4, :] @ k[..., :4, :].mT).exp()) @ v[..., :4, :4]) / e.sum(-1).unsqueeze(-2),
         lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) / e.sum(-1, keepdim=True).flip(1),
+        lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) * e.sum(-1, keepdim=True),
         lambda q, k, v: torch.div((e := (q @ k.mT).exp()) @ v, e.sum(-1, keepdim=True), rounding_mode="floor"),
     ],
-    ids=["of keys", "of columns", "of other heads", "rounded"],
+    ids=["of keys", "of columns", "of other heads", "multiplied", "rounded"],
 )
 def test_sums_of_something_else_are_none(function):
     arguments = inputs()[:3]
@@ -339,6 +341,16 @@ def test_weights_set_to_zero_where_the_scores_were_filled(value):
 
     backend = differentiate(function, q, k, v, hidden)
     assert len(backend.of(Rewrite)) == 1
+
+
+def test_a_tensor_of_one_number_fills_as_the_number_does():
+    causal = torch.ones(6, 8).tril(2).bool()
+
+    def function(q, k, v):
+        weights = torch.where(causal, q @ k.mT, -9e15 * torch.ones(6, 8)).softmax(-1)
+        return torch.where(causal, weights, 0.0) @ v
+
+    assert "dense mask" in differentiate(function, *inputs()[:3]).rewrite().detail
 
 
 def test_weights_set_to_zero_elsewhere_stay():
