@@ -22,7 +22,6 @@ from omnicomp._torch.repairs.decompositions import decompositions_mended, kept_w
 from omnicomp._torch.repairs.rounded_casts import casts_kept
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.builder.cache_keys import verdict
-from omnicomp.builder.certificates import certify_calls, refuted
 from omnicomp.builder.early_regions import EarlyRegions, call_regions
 from omnicomp.builder.known_failures import wrong_code
 from omnicomp.builder.part import build_part
@@ -93,6 +92,8 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
         if regions is None:
             return _compile(gm, inputs, graph, weights, None)
         if policy.certify != "off":
+            from omnicomp.builder.certificates import certify_calls, refuted
+
             found = certify_calls(gm, regions.module, graph.id)
             current().append(found)
             if refuted([found]):

@@ -6,12 +6,10 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.fx import copy_module
 from omnicomp.backend.capture import CapturedGraph
-from omnicomp.builder.certificates import certify_overrides
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.lowerings.overrides.late import Choice, LateOverrides
 from omnicomp.lowerings.overrides.search import apply_searches
 from omnicomp.lowerings.overrides.tag import apply_blocks
-from omnicomp.passes.certificates import with_verdicts
 from omnicomp.timeline import NodePlacement, Option, Reason, Timeline, current
 
 
@@ -50,6 +48,9 @@ def _apply(gm: GraphModule, graph: CapturedGraph, choice: Choice, timeline: Time
     declined = apply_blocks(gm, context, choice, training=graph.training)
     declined += apply_searches(gm, context, choice, training=graph.training)
     if before is not None:
+        from omnicomp.builder.certificates import certify_overrides
+        from omnicomp.passes.certificates import with_verdicts
+
         found = certify_overrides(before, gm, graph.id, graph.policy)
         for event in with_verdicts((*own.events(), *found)):
             timeline.append(event)

@@ -13,7 +13,6 @@ from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.saved import State, state_of
-from omnicomp.builder.certificates import certify_weights, refuted
 from omnicomp.errors import Once
 from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.passes.dtypes.weights import Lifted, lift_casts
@@ -55,6 +54,8 @@ def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGrap
 
 def _certified(module: GraphModule, narrow: GraphModule, lifted: Lifted, graph: CapturedGraph) -> bool:
     """Whether a graph that takes copies computes what it did with the casts."""
+    from omnicomp.builder.certificates import certify_weights, refuted
+
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     taken = [node.name for node in narrow.graph.find_nodes(op="placeholder")]
     forms = {

@@ -22,7 +22,6 @@ from omnicomp._torch.user_code import may_raise, user_operators
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder import eager_artefact
-from omnicomp.builder.certificates import certify_overrides
 from omnicomp.builder.early_regions import EarlyRegions, InlinedPart, settle
 from omnicomp.builder.find_failing import Prober, Verdict, find_failing, refused_by
 from omnicomp.builder.last_resort import run_eagerly
@@ -205,6 +204,8 @@ class _Builder:
         before = copy_module(self._module, lazy=True) if context.policy.certify != "off" else None
         self._declined += apply_overrides(self._module, context, left)
         if before is not None:
+            from omnicomp.builder.certificates import certify_overrides
+
             for event in certify_overrides(before, self._module, context.graph_id, context.policy):
                 context.timeline.append(event)
         if any(left.values()):  # a part that may be cut

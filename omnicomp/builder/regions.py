@@ -20,7 +20,6 @@ from omnicomp._torch.symbols import free_symbols
 from omnicomp._torch.user_code import may_raise
 from omnicomp.analysis.nodes import fake_value, module_path
 from omnicomp.analysis.repeats import Repeat, Rules, find_repeats
-from omnicomp.builder.certificates import certify_calls, refuted
 from omnicomp.builder.partition import gather_getitems
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.timeline import Reason
@@ -91,6 +90,8 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
         calls[where] = calls.get(where, 0) + len(repeat.starts)
     graph.lint()
     if before is not None:
+        from omnicomp.builder.certificates import certify_calls, refuted
+
         found = certify_calls(before, module, context.graph_id)
         context.timeline.append(found)
         if refuted([found]):
