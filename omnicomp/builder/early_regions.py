@@ -99,7 +99,7 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
     if len(nodes) < regions.PAYS or not (always or device == "cpu") or any(map(traced.sets_state, nodes)):
         return None
     with torch._inductor.config.patch(dict(options)):  # type: ignore[attr-defined]
-        if shared_code.unshareable(module):
+        if shared_code.unshareable(module, before_autograd=True):
             return None
     facts = _Facts()
     rules = Rules(

@@ -252,7 +252,16 @@ def test_another_graph_of_the_same_names_is_traced_by_itself() -> None:
     assert len([part for part in seen.parts if part]) == 2
 
 
-@pytest.mark.parametrize("options", [{"cpp_wrapper": True}, {"max_autotune": True}, {"freezing": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpp_wrapper": True},
+        {"max_autotune": True},
+        {"freezing": True},
+        {"pre_grad_custom_pass": print},
+        {"joint_custom_post_pass": print},
+    ],
+)
 def test_options_that_leave_a_graph_whole(options: dict[str, Any]) -> None:
     seen = Seen(inlined=True, options=options)
     with torch.no_grad():

@@ -36,6 +36,8 @@ _CALLED: Final = frozenset(
 )
 PURE: Final = frozenset({torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward})
 KNOWN: Final = ("aten", "prims", "inductor", *OURS)
+_EARLY_PASSES: Final = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass")
+_LATE_PASSES: Final = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
 _SEEDED: Final = torch.ops.prims.inductor_lookup_seed.default
 
 
@@ -94,16 +96,17 @@ def is_view(node: Node) -> bool:
     return storage is not None and any(get_node_storage(source) == storage for source in node.all_input_nodes)
 
 
-def unshareable(module: GraphModule) -> str:
+def unshareable(module: GraphModule, *, before_autograd: bool = False) -> str:
     """Why no code of a graph can be called twice, or an empty text."""
     config: Any = torch._inductor.config
+    passes = _LATE_PASSES + _EARLY_PASSES if before_autograd else _LATE_PASSES
     if config.cpp_wrapper or config.fx_wrapper:
         return "the C++ wrapper of generated code calls no functions"
     if config.freezing:
         return "weights are constants of the code"
     if config.max_autotune or config.max_autotune_gemm:
         return "autotuned kernels may be fused with what is around them"
-    if config.post_grad_custom_pre_pass is not None or config.post_grad_custom_post_pass is not None:
+    if any(getattr(config, each) is not None for each in passes):
         return "a pass of the program's would see the graph in pieces"
     if any(node.target is with_effects for node in all_nodes(module)):
         return "the graph has effects that are in order"
