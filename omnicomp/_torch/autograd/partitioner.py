@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from omnicomp._torch.autograd.mutations import is_view, positions_written, root, write_targets
+from omnicomp._torch.repairs.shared_results import take_apart
 from omnicomp.errors import CompilerFaultError
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
@@ -95,6 +96,7 @@ def partition(
             f"AOTAutograd is known to be wrong about a backward that writes to an input ({late.name}): a second one "
             "does not read what the first one wrote; the graph runs eager"
         )
+    take_apart(gm)
     copies = _read_copies(gm.graph, written_inputs(gm.graph, num_fwd_outputs))
     if copies:
         gm.recompile()
