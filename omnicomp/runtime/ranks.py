@@ -187,9 +187,10 @@ def _tell(found: Job, function: str, graph: str, error: str) -> None:
     told = json.dumps({"rank": found.rank, "function": function, "graph": graph, "error": error})
     try:
         found.put(f"failed/{found.rank}", told)
-        if found.settle("failed", told) == told and found.ends_with_us and _words:
+        first = found.settle("failed", told)
+        if found.ends_with_us and _words:
             with harmless("why this rank ends"):
-                store.write_whole(_words[0], told)
+                store.write_whole(_words[0], first)
         _heard(found)
     except RuntimeError as second:
         log.warning("omni: other ranks could not be told: %s", first_line(second))
