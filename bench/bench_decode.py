@@ -16,12 +16,11 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from harness import add_common_arguments, machine, markdown_table, wait_for_turn
+from harness import add_common_arguments, kernel_seconds, machine, markdown_table, wait_for_turn
 
 SIZES: Final[dict[str, dict[str, int]]] = {
     "tiny": {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1376, "vocab_size": 4096},
@@ -113,16 +112,6 @@ def bytes_of_a_token(model: Any, arguments: argparse.Namespace) -> int:
     return weights + 2 * arguments.batch * keys * heads * config.num_hidden_layers * model.dtype.itemsize
 
 
-def kernel_seconds(decoder: Callable[[], Any], tokens: int) -> float | None:
-    """Seconds of the kernels of one token; None without a device that tells."""
-    if not torch.cuda.is_available():
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        decoder()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6 / tokens
-
-
 def candidates(model: Any, arguments: argparse.Namespace) -> dict[str, Decoder]:
     """Each form in which the model is to be timed."""
     forms: dict[str, dict[str, Any]] = {
@@ -171,7 +160,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "candidate": name,
             "milliseconds": seconds * 1e3,
             "share": limit / seconds,
-            "kernels": kernel_seconds(decoder, arguments.tokens),
+            "kernels": None if arguments.device == "cpu" else kernel_seconds(decoder) / arguments.tokens,
             "same": same,
             "error": error(decoder, model, arguments) if arguments.exact else None,
         })  # fmt: skip

@@ -2,7 +2,7 @@
 
     python bench/bench_launches.py [--only unet one train] [--json FILE]
 
-For each model: the time of its kernels alone (launches queued behind other work), the time that the host takes to
+For each model: the time of its kernels alone (by torch's profiler), the time that the host takes to
 launch them, and the wall time of a call, compiled by omni plainly and by Inductor with `mode="reduce-overhead"`; and
 whether the rule of docs/adr/0023-cuda-graphs-by-themselves.md would record it. Then, whether an output of a recorded
 call can be kept: its storage is resized to nothing and back before the next call, and must hold its values after it.
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 from bench_host import Blocks
-from harness import add_common_arguments, interleave, machine, markdown_table, wait_for_turn
+from harness import add_common_arguments, interleave, kernel_seconds, machine, markdown_table, wait_for_turn
 from torch import nn
 
 # The rule: the host takes longer than the kernels by this part of their time, and by these seconds.
@@ -83,7 +83,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     plain, recorded = caller(name, backend="omni"), caller(name, mode="reduce-overhead")
     wait_for_turn("cuda")
     wall = interleave({"omni": plain, "recorded": recorded}, rounds=rounds, seconds=0.2, device="cuda")
-    kernels = interleave({"omni": plain}, rounds=3, seconds=0.2, device="cuda", clock="device")["omni"].median
+    kernels = kernel_seconds(plain)
     host = host_seconds(plain)
     return {
         "model": name,

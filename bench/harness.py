@@ -57,6 +57,14 @@ def wait_for_turn(device: str) -> None:
         time.sleep(0.1)
 
 
+def kernel_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of the kernels of one call on CUDA, by torch's profiler, without what lies between them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+
+
 def wait_for_room(gibibytes: float, device: str) -> None:
     """Wait until so much of the device's memory is free; for five minutes at most."""
     deadline = time.monotonic() + 300

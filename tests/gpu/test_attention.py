@@ -179,6 +179,12 @@ def test_attention_without_a_mask() -> None:
     assert "mask" not in detail
 
 
+def test_lengths_beside_cudnn_s_tiles_have_their_gradients() -> None:
+    rewrite = check(full, operands(queries=1500, keys=1500, heads=16, shared=16, batch=4))
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert "cudnn" not in rewrite.detail
+
+
 def test_grouped_heads_are_not_repeated() -> None:
     detail = check(grouped, operands(heads=8, shared=2)).detail
     assert "enable_gqa" in detail

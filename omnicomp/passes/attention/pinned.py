@@ -10,19 +10,39 @@ import torch
 from omnicomp._torch.autograd import sdpa
 from omnicomp._torch.autograd.attention import SDPA, is_static, kernel_first
 
+# Rows and columns of a tile of cuDNN's backward on Hopper.
+_TILE: Final = 128
 # An H200 took 0.13 ms for Swin's 49 keys on the memory-efficient kernel, and 0.43 ms on cuDNN's.
 _FEW_KEYS: Final = 64
 
 
-def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
+def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, training: bool) -> bool:
     """Whether cuDNN's kernel is to be taken if it takes the attention, where nothing was measured.
 
     Args:
         query: [B, H, Q, D], fake or real; with symbolic sizes cuDNN would plan anew for each of them.
         key: [B, Hkv, K, D].
         dtype: that the attention will compute in.
+        training: whether there will be a backward.
     """
+    if training and has_wrong_backward(query, key, dtype):
+        return False
     return _may_take_cudnn(query, key, dtype) and key.shape[2] > _FEW_KEYS
+
+
+def has_wrong_backward(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether cuDNN's backward may compute wrong gradients: on Hopper, for lengths that its tiles don't divide.
+
+    With a mask they may be NaN (https://github.com/pytorch/pytorch/issues/196678). Without one, at 1500 queries and
+    keys, what torch's own `scaled_dot_product_attention` and ours returned on an H200 with torch 2.11 was 84 to 100 %
+    off. cuDNN 9.26 still has faults there (https://github.com/NVIDIA/cudnn-frontend/issues/1072). Arguments as above;
+    a symbolic length may be any.
+    """
+    if query.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.cuda.get_device_capability(query.device)[0] != 9:
+        return False
+    return not all(is_static(size) and size % _TILE == 0 for size in (query.shape[2], key.shape[2]))
 
 
 def avoids_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:

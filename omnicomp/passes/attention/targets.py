@@ -23,7 +23,7 @@ from omnicomp.passes.attention.filled import cut, is_prefix, may_be_filled
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
-from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, prefers_cudnn
+from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, has_wrong_backward, prefers_cudnn
 from omnicomp.passes.attention.sdpa import Parts, Variant, finish, hides, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Fill, MatchEnded, Site
@@ -375,8 +375,12 @@ def _decided(
 
     usual = taken("")
     rule = ""
+    training = bool(site.fake().requires_grad)
+    wrong = training and has_wrong_backward(query, key, dtype)
     if "scale" in kwargs:
-        if prefers_cudnn(query, key, dtype):
+        if wrong and "cudnn" in usual:
+            rule = next((name for name in ("flash", "efficient") if name in taken(name)), "")
+        elif prefers_cudnn(query, key, dtype, training=training):
             rule = "cudnn"
         elif "cudnn" in usual and avoids_cudnn(query, key, dtype):
             rule = "efficient"
@@ -387,7 +391,7 @@ def _decided(
         is_causal=kwargs.get("is_causal", False),
         grouped=kwargs.get("enable_gqa", False),
         dropout=kwargs.get("dropout_p", 0.0),
-        training=bool(site.fake().requires_grad),
+        training=training,
     )
     timed = None
     if problem is not None and session.budget.enabled and "scale" in kwargs:
@@ -395,7 +399,7 @@ def _decided(
         order = dict.fromkeys((rule, *(name for name in KERNELS if name in usual), *_ORDER))
         takes = {name: kernel for name in order if (kernel := taken(name)) and name and name in kernel}
         # cuDNN plans anew for every size.
-        timed = decide(problem, [name for name in takes if fixed or name != "cudnn"], session.budget)
+        timed = decide(problem, [name for name in takes if name != "cudnn" or (fixed and not wrong)], session.budget)
     if timed is None:
         return rule, taken(rule) if rule else usual, None
     best = "" if timed.best == UNFUSED or timed.best in usual else timed.best
@@ -513,7 +517,7 @@ def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attem
     kernel = sink_kernel(query, fake_value(made.key), masked=masked, trained=trained, is_causal=variant.is_causal)
     if not kernel:
         return None
-    if kernel == "flash" and _takes_cudnn(made, variant, form.scale):
+    if kernel == "flash" and _takes_cudnn(made, variant, form.scale, training=bool(site.fake().requires_grad)):
         kernel = "cudnn"
     batch, heads, queries, _ = form.groups(site)
     sink = attempt.builder.term(site.sinks[0], (batch, heads, queries, ()), query.device)
@@ -528,11 +532,11 @@ def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attem
     return attempt.keep(form, fused, target="omnicomp.attention_with_sink", detail=detail)
 
 
-def _takes_cudnn(made: Parts, variant: Variant, scale: float) -> bool:
+def _takes_cudnn(made: Parts, variant: Variant, scale: float, *, training: bool) -> bool:
     """Whether cuDNN's kernel is the fastest for an attention without a mask, and takes it."""
     operands = (made.query, made.key, made.value)
     dtype = fake_value(made.query).dtype
-    if not prefers_cudnn(fake_value(made.query), fake_value(made.key), dtype):
+    if not prefers_cudnn(fake_value(made.query), fake_value(made.key), dtype, training=training):
         return False
     kwargs = {"scale": scale, "is_causal": variant.is_causal, "enable_gqa": variant.grouped}
     return "cudnn" in fused_kernel(functools.partial(_try, PINNED_ATTENTION, operands, kwargs, dtype))

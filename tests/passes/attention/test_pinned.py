@@ -1,0 +1,24 @@
+"""Which kernel rules take on CUDA, by fake tensors: no device is needed."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from omnicomp.passes.attention.pinned import has_wrong_backward, prefers_cudnn
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize(("queries", "keys"), [(512, 512), (1500, 1500), (512, 704), (448, 1024)])
+def test_cudnn_has_no_backward_on_hopper_beside_its_tiles(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], queries: int, keys: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with FakeTensorMode():
+        query, key = (torch.empty(2, 4, size, 64, device="cuda", dtype=HALF) for size in (queries, keys))
+        wrong = capability[0] == 9 and (queries % 128 != 0 or keys % 128 != 0)
+        assert has_wrong_backward(query, key, HALF) == wrong
+        assert prefers_cudnn(query, key, HALF, training=True) != wrong
+        assert prefers_cudnn(query, key, HALF, training=False)
+        assert not has_wrong_backward(query, key, torch.float32)
