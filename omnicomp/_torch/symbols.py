@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -75,7 +75,7 @@ def read_number(value: torch.Tensor, *, least: int, most: int) -> int:
         number.node.shape_env._constrain_range_for_size(number.node.expr, least, most)
     torch._check(number >= least)
     torch._check(number <= most)
-    return number
+    return cast("int", number)
 
 
 @contextlib.contextmanager

@@ -336,7 +336,7 @@ class _Runner(Interpreter):
     def _call_region(self, n: Node) -> Any:
         args, _ = self.fetch_args_kwargs_from_env(n)
         regions = [a for a in args if isinstance(a, GraphModule)]
-        name = n.target.name()
+        name = str(getattr(n.target, "__name__", n.target))
         if name in _GRADIENTS:
             out = self._from_example(n)
             tensors = [each for each in args if isinstance(each, torch.Tensor)]
