@@ -13,7 +13,7 @@ from omnicomp._torch.autograd import aot_autograd, partitioner
 from omnicomp._torch.autograd.compiled_function import Results, on_function
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW, GRAPH_BREAKS
 from omnicomp._torch.dynamo.regions import traced_anew
-from omnicomp._torch.fx import copy_module
+from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
@@ -121,8 +121,8 @@ def _compile(
     tag = f"{tag}-verified" if verifies and is_bundled() else tag
     engines, count = bool(engines_of(graph.policy)), len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
-    if not graph.training and not isinstance(regions, EarlyRegions):
-        gm = copy_module(gm, lazy=True)
+    own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm
+    gm = own or gm
 
     def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
         name = compile_fx.part_name(kwargs)
@@ -178,6 +178,8 @@ def _compile(
                 config_patches=patches,
                 decompositions={} if engines else None,
             )
+    if own is not None:
+        forget_tensors(own)
     lookup = autograd_lookup(before)
     if lookup is not None and lookup.verdict != "hit":  # a restored graph says so itself
         current().append(verdict(lookup, graph.record.key, graph=graph.id, part=""))

@@ -319,7 +319,8 @@ EXPECTED = {
     **{
         op: getattr(torch, op) for op in ("eq", "ne", "lt", "le", "gt", "ge", "log", "tanh", "sigmoid", "sqrt", "rsqrt")
     },
-    **{op: getattr(torch, op) for op in ("relu", "sin", "cos", "erf", "floor", "reciprocal", "log1p", "where")},
+    **{op: getattr(torch, op) for op in ("relu", "sin", "cos", "erf", "floor", "reciprocal", "log1p")},
+    **{op: getattr(torch, op) for op in ("nan_to_num", "where")},
     **{"and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor, "not": torch.logical_not},
     **{"floordiv": torch.floor_divide, "mod": torch.remainder, "softplus": SOFTPLUS},
 }
