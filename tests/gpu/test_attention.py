@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recorded import events
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from omnicomp.passes.attention import timings
 from omnicomp.timeline import NearMiss, Ran, Rewrite, Speculation
@@ -183,6 +184,40 @@ def test_lengths_beside_cudnn_s_tiles_have_their_gradients() -> None:
     rewrite = check(full, operands(queries=1500, keys=1500, heads=16, shared=16, batch=4))
     if torch.cuda.get_device_capability()[0] == 9:
         assert "cudnn" not in rewrite.detail
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("timed", [False, True])
+def test_plans_of_another_gradient_s_layout_are_not_taken(*, dense: bool, timed: bool) -> None:
+    """The layout of a gradient is missing in the key under which torch keeps a plan of cuDNN's backward."""
+    size = 384 + 128 * dense + 256 * timed  # a key of its own: plans are kept as long as the process lives
+
+    def leaf() -> torch.Tensor:
+        return torch.randn(4, size, 8, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+
+    torch.manual_seed(0)
+    leaves = [leaf() for _ in range(3)]
+    gradient = torch.randn(4, 8, size, 64, device="cuda", dtype=torch.bfloat16)
+    other = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    first, second = (other, gradient) if dense else (gradient, other)
+
+    def through(function: Any, *tensors: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(function(*tensors), tensors, given))
+
+    if timed:  # a gradient that is laid out as `other` is
+        torch.compile(full, backend="omni", options={"lowerings": ["eager"]})(*leaves)
+    else:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            through(F.scaled_dot_product_attention, *leaves, given=first)
+    wide = [tensor.detach().float().requires_grad_() for tensor in leaves]
+    expected = through(full, *wide, given=second.float())
+    if timed:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            found = through(F.scaled_dot_product_attention, *leaves, given=second)
+    else:
+        found = through(torch.compile(full, backend="omni"), *leaves, given=second)
+    for mine, its in zip(found, expected, strict=True):
+        assert (mine.float() - its).norm() < 0.02 * its.norm()
 
 
 def test_grouped_heads_are_not_repeated() -> None:

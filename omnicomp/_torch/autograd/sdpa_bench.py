@@ -121,8 +121,11 @@ class Bench:
             if problem.mask is not None:
                 self._mask = self._random(problem.mask, generator, grad=problem.training and problem.mask_grad)
             if problem.training:
-                shape = (*problem.query[0][:-1], problem.value[0][-1])
-                self._gradient = torch.randn(shape, generator=generator, device=problem.device, dtype=problem.dtype)
+                # Laid out as an output projection leaves it.
+                batch, heads, queries, _ = problem.query[0]
+                shape = (batch, queries, heads, problem.value[0][-1])
+                gradient = torch.randn(shape, generator=generator, device=problem.device, dtype=problem.dtype)
+                self._gradient = gradient.transpose(1, 2)
         except BaseException:
             self._stack.close()
             raise
@@ -245,7 +248,10 @@ class Bench:
         if self._gradient is None:
             return out
         wanted = [tensor for tensor in (*self._operands, self._mask) if tensor is not None and tensor.requires_grad]
-        return torch.autograd.grad(out, wanted, self._gradient)
+        # In this thread: each thread has plans of cuDNN, and torch would use those of this gradient's layout for the
+        # program's gradients, whatever their layout (repairs/cudnn_plans.py).
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(out, wanted, self._gradient)
 
     def _timed(self, call: Callable[[], Any]) -> float:
         start = time.perf_counter()

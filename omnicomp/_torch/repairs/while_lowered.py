@@ -6,6 +6,7 @@ from collections.abc import Generator
 from omnicomp._torch.inductor.order_of_errors import errors_in_order
 from omnicomp._torch.repairs.body_inputs import inputs_kept
 from omnicomp._torch.repairs.captured_buffers import captured_computed
+from omnicomp._torch.repairs.cudnn_plans import one_layout_of_gradients
 from omnicomp._torch.repairs.local_buffers import row_of_its_own
 from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.rounded_casts import casts_rounded
@@ -17,5 +18,5 @@ from omnicomp._torch.repairs.vector_functions import accurate_functions
 def inductor_repaired() -> Generator[None]:
     """Inside, Inductor is without the faults that are repaired in its own IR; on whatever thread."""
     with inputs_kept(), read_before_written(), written_before_read(), errors_in_order(), row_of_its_own():
-        with accurate_functions(), casts_rounded(), captured_computed():
+        with accurate_functions(), casts_rounded(), captured_computed(), one_layout_of_gradients():
             yield

@@ -31,12 +31,11 @@ def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *,
 
 
 def has_wrong_backward(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's backward may compute wrong gradients: on Hopper, for lengths that its tiles don't divide.
+    """Whether cuDNN's backward may return NaN: on Hopper, for lengths that its tiles don't divide.
 
-    With a mask they may be NaN (https://github.com/pytorch/pytorch/issues/196678). Without one, at 1500 queries and
-    keys, what torch's own `scaled_dot_product_attention` and ours returned on an H200 with torch 2.11 was 84 to 100 %
-    off. cuDNN 9.26 still has faults there (https://github.com/NVIDIA/cudnn-frontend/issues/1072). Arguments as above;
-    a symbolic length may be any.
+    Seen with a mask (https://github.com/pytorch/pytorch/issues/196678), and for a single query without one
+    (https://github.com/NVIDIA/cudnn-frontend/issues/1072), where scores are far below zero. Arguments as above; a
+    symbolic length may be any.
     """
     if query.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
