@@ -44,8 +44,10 @@ from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides.late import LateOverrides, raise_late, restartable
 from omnicomp.options.policy import Policy
 from omnicomp.passes import verdicts
+from omnicomp.passes.assumptions import keeps_inputs
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.runtime import ranks
+from omnicomp.runtime.eager_gradients import effects_of
 from omnicomp.runtime.fallback_limit import enforce, notify
 from omnicomp.timeline import Reason, Speculation, current
 from omnicomp.timeline.activity import activity
@@ -324,6 +326,9 @@ def _with_variants(
         on_cuda=any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs),
         graph=graph.id,
         another=another if any(item.accepts for item in checks.assumptions) else None,
+        repeatable=not graph.policy.inductor.get("triton.cudagraphs")
+        and keeps_inputs(original)
+        and not effects_of(original),
     )
     variants.compile_first(graph.values or inputs)
     if saving.is_bundled():

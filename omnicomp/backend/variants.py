@@ -11,15 +11,17 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp._torch.autograd.compiled_function import saves_are_hooked
 from omnicomp._torch.dynamo import control_flow, late_compile
+from omnicomp.analysis.random_state import generator_states
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.backend.saved import State, state_of
 from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.mask_classes import GENERAL as ANY_MASK
-from omnicomp.passes.mask_classes import MaskClass, usual_name
-from omnicomp.passes.verdicts import Checker, Memo
+from omnicomp.passes.mask_classes import MaskClass, shown, usual_name
+from omnicomp.passes.verdicts import Checker, Look, Memo
 from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason, Speculation, Timeline, current
 
@@ -58,7 +60,6 @@ class Checks:
         ]
         self._constants = [constant for item in assumptions for constant in item.constants]
         self._checker = Checker(assumptions)
-        self._memo = Memo()
 
     @property
     def assumed(self) -> Case | None:
@@ -69,21 +70,20 @@ class Checks:
         """Those of the graph's inputs that the checks read."""
         return [args[position] for position in self._positions]
 
-    def case(self, args: Sequence[Any]) -> Case | None:
-        """Which case a call is, None for one that only the general variant is right for.
+    def memo(self) -> Memo:
+        """A memory of what was found for the inputs of the last call."""
+        return Memo(self._positions, self._constants)
 
-        On an accelerator this waits for the device, unless the verdicts on these tensors are known.
+    def begin(self, args: Sequence[Any]) -> Look:
+        """Have the device look at the inputs of a call, without waiting for it.
+
+        On an accelerator, reading the verdicts waits for the device, unless those on these tensors are known.
 
         Raises:
             Exception: whatever a check raises.
         """
-        values = [args[position] for position in self._positions]
-        read = [*values, *self._constants]
-        known = self._memo.recall(read)
-        if known is None:
-            known = self._checker.verdicts([[values[i] for i in wanted] for wanted in self._wanted])
-            self._memo.keep(read, known)
-        return _case(known)
+        values = self.inputs(args)
+        return self._checker.begin([[values[i] for i in wanted] for wanted in self._wanted])
 
     def names(self, args: Sequence[Any], case: Case | None) -> list[str]:
         """What people call the masks of a call, where the classes of a case do not say all of them; else empty texts.
@@ -99,7 +99,7 @@ class Checks:
                 found.append("")
                 continue
             with torch.no_grad():
-                visible, other = item.check.forward(*[values[i] for i in wanted])
+                visible, other = shown(item.check.forward(*[values[i] for i in wanted]))
                 name = usual_name(visible)
                 if other is not None and bool(other):
                     name = f"{name}, by numbers that may not hide a key" if name else "a bias"
@@ -123,6 +123,8 @@ class Variant:
         build: compiles it; the argument is whether Dynamo's own compilation of it is over.
         call: the compiled function, or None.
         calls: how many had it.
+        noted: something is recorded in its call of this number.
+        run: the compiled function for where Dynamo traces nothing anyway; None before the first call.
     """
 
     name: str
@@ -130,6 +132,8 @@ class Variant:
     build: Callable[[bool], Callable[..., Any]] | None
     call: Callable[..., Any] | None = None
     calls: int = 0
+    noted: int = 1
+    run: Callable[..., Any] | None = None
 
 
 class Variants:
@@ -146,6 +150,7 @@ class Variants:
         on_cuda: bool,
         graph: str,
         another: Callable[[Case, int], Variant] | None = None,
+        repeatable: bool = False,
     ) -> None:
         """Set up the choice; nothing is compiled yet.
 
@@ -158,9 +163,11 @@ class Variants:
             on_cuda: whether an input is on a CUDA device.
             graph: the id of the graph.
             another: makes the variant for one more case, given its number; None if there are to be no more.
+            repeatable: whether a call leaves nothing behind but its results and random numbers that it drew.
         """
         self._checks, self._assumed, self._general, self._eager = checks, dict(assumed), general, eager
         self._timeline, self._on_cuda, self._graph, self._another = timeline, on_cuda, graph, another
+        self._repeatable, self._memo = repeatable, checks.memo()
         self._order: Callable[[Case, Sequence[Any]], None] | None = None
         self._stopped = self._held = False
         self._failures = 0
@@ -180,7 +187,9 @@ class Variants:
         if any(map(late_compile.is_fake, self._checks.inputs(inputs))):
             variant = self._variant(self._checks.assumed)
         else:
-            variant = self._choose([late_compile.hinted(value) for value in inputs])
+            values = [late_compile.hinted(value) for value in inputs]
+            look = self._begun(values)
+            variant = self._general if look is None else self._found(look, values)
         self._compiled(variant, after_dynamo=False)
 
     def compile_all(self) -> None:
@@ -204,7 +213,43 @@ class Variants:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
-        variant = self._choose(args)
+        variant: Variant | None = self._memo.recall(args)
+        if variant is None or variant.run is None or (self._on_cuda and self._capturing()):
+            return self._looked(args)
+        result = variant.run(*args)
+        calls = variant.calls = variant.calls + 1
+        if calls >= variant.noted:
+            self._note(variant, args)
+        return result
+
+    def _looked(self, args: Sequence[Any]) -> Any:
+        """A call whose inputs have to be looked at."""
+        look = self._begun(args)
+        if look is None:
+            return self._run(self._general, args)
+        likely = self._likely(look)
+        if likely is None:
+            return self._run(self._found(look, args), args)
+        # The device would idle until the host has read the verdict: the likely variant is run meanwhile.
+        states = generator_states([value.device for value in args if isinstance(value, torch.Tensor)])
+        error: Exception | None = None
+        result = None
+        try:
+            result = likely.call(*args) if likely.call is not None else None
+        except Exception as raised:  # noqa: BLE001 - raised below, if it is the right variant
+            error = raised
+        variant = self._found(look, args)
+        if variant is likely:
+            if error is not None:
+                raise error
+            self._count(variant, args)
+            return result
+        del result
+        if states.changed():
+            states.restore()
+        return self._run(variant, args)
+
+    def _run(self, variant: Variant, args: Sequence[Any]) -> Any:
         call = variant.call
         if call is None:
             if self._capturing():
@@ -212,22 +257,46 @@ class Variants:
                 return self._eager(*args)
             call = self._compiled(variant, after_dynamo=True)
         result = call(*args)
-        if not self._stopped:
-            self._note(variant, args)
+        self._count(variant, args)
         return result
 
-    def _choose(self, args: Sequence[Any]) -> Variant:
+    def _count(self, variant: Variant, args: Sequence[Any]) -> None:
+        if not self._stopped and not (variant is self._general and self._capturing()):
+            variant.calls += 1
+            if variant.calls >= variant.noted:
+                self._note(variant, args)
+
+    def _begun(self, args: Sequence[Any]) -> Look | None:
+        """What the device was asked of a call's inputs; None if the general variant serves it anyway."""
         if self._stopped or self._capturing():
             # What is captured is replayed with other values in the same tensors.
-            return self._general
+            return None
         try:
-            case = self._checks.case(args)
-            if self._order is not None and case is not None and case not in self._assumed:
-                self._order(case, args)
-            return self._variant(case)
+            return self._checks.begin(args)
+        except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, and the general variant is right
+            self._give_up(error)
+            return None
+
+    def _likely(self, look: Look) -> Variant | None:
+        """The variant that a call needs if its masks are what the last ones were, where it can be run before."""
+        guess = look.guess if self._repeatable and not saves_are_hooked() else None
+        case = None if guess is None else _case(guess)
+        variant = self._general if case is None else self._assumed.get(case)
+        return variant if guess is not None and variant is not None and variant.calls else None
+
+    def _found(self, look: Look, args: Sequence[Any]) -> Variant:
+        """The variant for the verdicts of a call; waits for the device."""
+        try:
+            case = _case(look.verdicts())
         except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, and the general variant is right
             self._give_up(error)
             return self._general
+        if self._order is not None and case is not None and case not in self._assumed:
+            self._order(case, args)
+            return self._variant(case)
+        variant = self._variant(case)
+        self._memo.keep(args, variant)
+        return variant
 
     def _give_up(self, error: Exception) -> None:
         reason = Reason(
@@ -267,6 +336,7 @@ class Variants:
         with control_flow.compile_lock:
             if not self._stopped:
                 self._assumed[case] = variant
+                self._memo.clear()
                 self._record("compiled", variant.name, case=case)
 
     @property
@@ -279,19 +349,17 @@ class Variants:
 
     def _note(self, variant: Variant, args: Sequence[Any]) -> None:
         """Record an outcome the first time that it is seen, and stop checking an assumption that never holds."""
-        if variant is self._general and self._capturing():
-            return
-        calls = variant.calls = variant.calls + 1
+        calls = variant.calls
+        if variant.call is not None:
+            variant.run = control_flow.undisabled(variant.call)
         if calls == 1:
             state = "failed" if variant is self._general else "held"
             self._record(state, variant.name, case=self._case_of(variant), names=self._names(variant, args))
-        elif calls >= _MANY_CALLS and calls.bit_count() == 1:
-            self._record("ran", variant.name, case=self._case_of(variant), calls=calls)
-        if variant is not self._general:
-            self._held = True
-            return
-        self._failures += 1
-        if self._failures >= PATIENCE and not self._held:
+        elif calls >= _MANY_CALLS:
+            self._record("ran", variant.name, case=self._case_of(variant), calls=variant.noted)
+        self._held = self._held or variant is not self._general
+        variant.noted = max(_MANY_CALLS, 2 * variant.noted) if self._held else calls + 1
+        if calls >= PATIENCE and not self._held:
             reason = Reason(
                 code="assumption_failed",
                 by="speculation",
@@ -305,6 +373,7 @@ class Variants:
             if self._stopped:
                 return
             self._stopped = True
+            self._memo.clear()
             self._another = self._order = None  # they hold a copy of the graph
             for variant in self._assumed.values():
                 variant.build = None

@@ -57,9 +57,6 @@ _WRITES_NOTHING: Final = _TRANSPARENT | frozenset(
     "cond while_loop scan associative_scan map_impl flex_attention".split()
 )
 
-# What a mask adds to a score that a query sees is no less: far from what swallows scores, in any dtype.
-_STILL_SEEN: Final = -1e3
-
 _MOST_NODES: Final = 128
 _MOST_BYTES: Final = 1 << 28
 
@@ -70,7 +67,7 @@ class Assumption:
 
     Attributes:
         check: a graph that neither writes nor draws random numbers. It returns one bool tensor of no dimensions, or
-            what `mask_classes.statistics` takes if the assumption is about a mask.
+            the `MaskParts` of a mask, if the assumption is about one.
         inputs: names of the placeholders of the Dynamo graph that the check takes, in order.
         sentence: the assumption, for example "the padding mask is full".
         saves: what it saves, for people.
@@ -217,21 +214,12 @@ def mask_assumption(
     except _RefusedError as refused:
         return refused.reason
 
-    def visible(graph: Graph, values: Sequence[Node]) -> Any:
-        call = graph.call_function
-        seen = values[0] if keep is not None else None
-        other: Node | None = None
-        for item, value in zip(added, values[keep is not None :], strict=True):
-            shown = call(operator.gt, (value, _STILL_SEEN))
-            seen = shown if seen is None else call(operator.and_, (seen, shown))
-            more = call(operator.gt, (call(operator.ne, (value, 0)), call(operator.le, (value, item.hides))))
-            # A CPU is slow at looking for a true bool, and fast at looking for a byte.
-            more = call(torch.ne, (call(torch.any, (call(torch.Tensor.view, (more, torch.uint8)),)), 0))
-            other = more if other is None else call(operator.or_, (other, more))
-        return seen, other
+    def parts(graph: Graph, values: Sequence[Node]) -> Any:
+        rest = tuple(values[keep is not None :])
+        return values[0] if keep is not None else None, rest, tuple(item.hides for item in added)
 
     return Assumption(
-        check=_check_module(needed, visible),
+        check=_check_module(needed, parts),
         inputs=tuple(n.name for n in needed.placeholders),
         sentence="the class of the mask",
         saves=saves,
@@ -398,6 +386,22 @@ def _operand(placeholder: Node, callers: dict[Graph, list[Node]]) -> Node:
 
 def _refuse_writes(root: GraphModule, nodes: list[Node]) -> None:
     """The check runs before the graph does: what it reads must not be written to anywhere in the graph."""
+    written = _all_written(root)
+    for node in nodes:
+        if not written.isdisjoint(_storages(tree_leaves(fake_value(node)))):
+            raise _RefusedError(node, "the graph writes to it in place", "a tensor that nothing writes to")
+
+
+def keeps_inputs(root: GraphModule) -> bool:
+    """Whether a Dynamo graph writes to none of its inputs, and to no tensor that it holds."""
+    written = _all_written(root)
+    given = [node for module in _modules(root) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    values = [value for node in given for value in (fake_value(node), getattr(root, str(node.target), None))]
+    return written.isdisjoint(_storages(tree_leaves(values)))
+
+
+def _all_written(root: GraphModule) -> set[int]:
+    """The storages that a Dynamo graph may write to."""
     written: set[int] = set()
     for module in _modules(root):
         for node in module.graph.nodes:
@@ -405,9 +409,7 @@ def _refuse_writes(root: GraphModule, nodes: list[Node]) -> None:
             # Writes are counted by the tensors that Dynamo traced with, but not by those of inference mode.
             own = [v for v in tree_leaves(fake_value(node)) if isinstance(v, torch.Tensor) and not v.is_inference()]
             written |= _storages([value for value in own if was_written(value)])
-    for node in nodes:
-        if not written.isdisjoint(_storages(tree_leaves(fake_value(node)))):
-            raise _RefusedError(node, "the graph writes to it in place", "a tensor that nothing writes to")
+    return written
 
 
 def _written(node: Node) -> list[Any]:

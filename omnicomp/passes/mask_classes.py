@@ -13,6 +13,8 @@ from typing import Final
 import torch
 
 _FAR: Final = 2**40
+# What a mask adds to a score that a query sees is no less: far from what swallows scores, in any dtype.
+_STILL_SEEN: Final = -1e3
 _MOST_KEPT: Final = 2**24
 _STRONG: Final = frozenset(("full", "causal", "band", "prefix"))
 
@@ -74,12 +76,32 @@ class MaskClass:
 GENERAL: Final = MaskClass(kind="general")
 
 
-def _four(visible: torch.Tensor) -> torch.Tensor:
-    """The mask as numbers of 8 bits, without what is only repeated."""
-    for dim, (size, stride) in enumerate(zip(visible.shape[:-1], visible.stride()[:-1], strict=True)):
-        if stride == 0 and size > 1 and dim < visible.dim() - 2:
-            visible = visible.narrow(dim, 0, 1)
-    return visible.view(torch.uint8)
+MaskParts = tuple[torch.Tensor | None, Sequence[torch.Tensor], Sequence[float]]
+"""What makes a mask: which keys a query sees, bool, (batch, heads, queries, keys), each maybe 1, or None for all; what
+is added to the scores as well, of floating-point dtypes and likewise; and for each of these the number up to which it
+hides a key."""
+
+
+def shown(parts: MaskParts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The keys that each query sees, and whether the mask does more to scores than hiding them, for `statistics`."""
+    visible, added, hides = parts
+    other: torch.Tensor | None = None
+    for value, limit in zip(added, hides, strict=True):
+        seen = value > _STILL_SEEN
+        visible = seen if visible is None else visible & seen
+        # A CPU is slow at looking for a true bool, and fast at looking for a byte.
+        more = ((value != 0) > (value <= limit)).view(torch.uint8).any()
+        other = more if other is None else other | more
+    assert visible is not None
+    return visible, other
+
+
+def _four(mask: torch.Tensor) -> torch.Tensor:
+    """The mask without what is only repeated, bools as numbers of 8 bits."""
+    for dim, (size, stride) in enumerate(zip(mask.shape[:-1], mask.stride()[:-1], strict=True)):
+        if stride == 0 and size > 1 and dim < mask.dim() - 2:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.view(torch.uint8) if mask.dtype is torch.bool else mask
 
 
 def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
@@ -158,21 +180,29 @@ def classified(numbers: Sequence[int]) -> MaskClass:
     return MaskClass(kind="prefix", right=offset, length=shortest + 1)
 
 
-def is_of(visible: torch.Tensor, other: torch.Tensor | None, wanted: MaskClass) -> torch.Tensor:
-    """Whether a mask is of a class that says all of it, as a bool of no dimensions."""
+def is_of(parts: MaskParts, wanted: MaskClass) -> torch.Tensor:
+    """Whether a mask is of a class that says all of it, as a number of no dimensions."""
+    keep, added, hides = parts
+    alone = keep is None and len(added) == 1  # what most programs have: looked at as it is, in fewer steps
+    visible, other = (added[0], None) if alone else shown(parts)
     mask = _four(visible)
     queries, keys = mask.shape[-2:]
-    if mask.numel() == 0:
-        return torch.zeros((), dtype=torch.bool, device=mask.device)
-    if wanted.kind == "full":
-        holds = mask.amin().bool()
-        return holds if other is None else holds & ~other
     device = mask.device
-    # The pattern costs more than the comparison on a CPU, whose memory is large.
-    make = _kept_pattern if device.type == "cpu" and queries * keys <= _MOST_KEPT else _pattern
-    expected = make(queries, keys, wanted, device)
-    differs = mask.bitwise_xor(expected).amax().bool()
-    return ~(differs if other is None else differs | other)
+    if mask.numel() == 0:
+        return torch.zeros((), dtype=torch.uint8, device=device)
+    expected: torch.Tensor | None = None
+    if wanted.kind != "full":
+        # The pattern costs more than the comparison on a CPU, whose memory is large.
+        make = _kept_pattern if device.type == "cpu" and queries * keys <= _MOST_KEPT else _pattern
+        expected = make(queries, keys, wanted, device)
+    if alone:
+        holds = mask == 0
+        if expected is not None:
+            holds = torch.where(expected.view(torch.bool), holds, mask <= hides[0])
+    else:
+        holds = mask == (1 if expected is None else expected)
+    found = holds.view(torch.uint8).amin()
+    return found if other is None else found & ~other.to(torch.bool)
 
 
 def _pattern(queries: int, keys: int, wanted: MaskClass, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.mask_classes import MaskClass, classified, is_of, statistics
+from omnicomp.passes.mask_classes import MaskClass, classified, is_of, shown, statistics
 from omnicomp.safety.forks import new_lock
 
 Verdict = bool | MaskClass
@@ -185,44 +185,71 @@ def forget() -> None:
 
 
 class Memo:
-    """The last verdicts of one graph, valid while the tensors are the same objects and were not written to.
+    """What was found for the inputs of the last call: valid for the same tensors, while nobody wrote to them.
 
     A write that torch does not count (through `.data`, by a collective of `torch.distributed`, by a kernel of the
     user's, by the replay of a CUDA graph that the user recorded) is not seen; neither would autograd see it.
     """
 
-    def __init__(self) -> None:
-        self._last: tuple[list[Any], Any] | None = None
+    def __init__(self, positions: Sequence[int], constants: Sequence[torch.Tensor] = ()) -> None:
+        """Prepare.
 
-    def recall(self, values: Sequence[Any]) -> Any:
-        """The verdicts for these very tensors, or None if they are not known."""
+        Args:
+            positions: of the inputs that matter.
+            constants: tensors that matter as well, and are no inputs.
+        """
+        self._positions, self._constants = tuple(positions), tuple(constants)
+        self._last: tuple[list[tuple[Any, ...]], list[tuple[int, Any]], Any] | None = None
+
+    def recall(self, args: Sequence[Any]) -> Any:
+        """What was found for these very inputs, or None."""
         last = self._last
-        if last is None or len(last[0]) != len(values):
+        if last is None:
             return None
-        return last[1] if all(map(_is_same, last[0], values)) else None
+        tensors, others, found = last
+        if self._constants:
+            args = (*args, *self._constants)
+        # In a program whose layers are compiled one by one, each layer's call comes along here.
+        for index, known, version, pointer, storage, shape, strides, _ in tensors:
+            value = args[index]
+            if (
+                known() is not value
+                or value._version != version
+                or value.data_ptr() != pointer
+                # Another storage or shape can be put into the same object.
+                or value.untyped_storage()._cdata != storage
+                or value.shape != shape
+                or value.stride() != strides
+            ):
+                return None
+        for index, known in others:
+            if type(args[index]) is not type(known) or args[index] != known:
+                return None
+        return found
 
-    def keep(self, values: Sequence[Any], verdicts: Any) -> None:
-        """Remember verdicts, unless a tensor is on the CPU or has no version counter (inference mode)."""
-        identities = _identities(values)
+    def keep(self, args: Sequence[Any], found: Any) -> None:
+        """Remember something, unless a tensor is on the CPU or has no version counter (inference mode)."""
+        args = (*args, *self._constants)
+        indices = [*self._positions, *range(len(args) - len(self._constants), len(args))]
+        identities = _identities([args[index] for index in indices])
         if identities is None:
             self._last = None
             return
-        pairs = zip(identities, values, strict=True)
-        self._last = (
-            [(weakref.ref(v), i, v._version, v.data_ptr()) if isinstance(i, _Identity) else v for i, v in pairs],
-            verdicts,
-        )
+        tensors: list[tuple[Any, ...]] = []
+        others: list[tuple[int, Any]] = []
+        for index, identity in zip(indices, identities, strict=True):
+            if not isinstance(identity, _Identity):
+                others.append((index, identity))
+                continue
+            value = args[index]
+            # The address of a storage is not used again while its identity holds a weak reference.
+            place = value._version, value.data_ptr(), value.untyped_storage()._cdata
+            tensors.append((index, weakref.ref(value), *place, value.shape, value.stride(), identity))
+        self._last = tensors, others, found
 
-
-def _is_same(known: Any, value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return type(known) is type(value) and bool(known == value)
-    if not isinstance(known, tuple) or known[0]() is not value or known[2:] != (value._version, value.data_ptr()):
-        return False
-    # Another storage or shape can be put into the same object.
-    key = known[1].key
-    same = (key[1], key[5], key[6]) == (value.untyped_storage()._cdata, tuple(value.shape), value.stride())
-    return same and not known[1].storage.expired()
+    def clear(self) -> None:
+        """Forget it."""
+        self._last = None
 
 
 class Checker:
@@ -234,8 +261,8 @@ class Checker:
         Args:
             assumptions: what to check.
         """
-        self._items = [(item, item.check.forward) for item in assumptions]
-        self._expected: list[MaskClass | None] = [None] * len(assumptions)
+        self.items = [(item, item.check.forward) for item in assumptions]
+        self.expected: list[Verdict | None] = [None] * len(assumptions)
         self._previous: list[Verdict | None] = [None] * len(assumptions)
 
     def verdicts(self, inputs: Sequence[Sequence[Any]]) -> list[Verdict]:
@@ -250,68 +277,130 @@ class Checker:
         Raises:
             Exception: whatever a check raises.
         """
-        found: list[Verdict | None] = []
-        read = [[*values, *item.constants] for (item, _), values in zip(self._items, inputs, strict=True)]
-        known = [_identities(values) for values in read]
+        return self.begin(inputs).verdicts()
+
+    def begin(self, inputs: Sequence[Sequence[Any]]) -> "Look":
+        """Have the device look at the inputs, without waiting for it; see `verdicts`."""
         with torch.no_grad():
-            for (item, _), identities, values in zip(self._items, known, read, strict=True):
-                if identities is not None:
-                    found.append(_memory.recall(item.shared_key, identities))
-                else:
-                    found.append(_bits_known.recall(item.shared_key, values) if _has_bits(values) else None)
-            missing = [index for index, verdict in enumerate(found) if verdict is None]
-            made = {index: self._items[index][1](*inputs[index]) for index in missing}
-            for index, verdict in self._judged(made).items() if missing else ():
-                found[index] = verdict
-                key, identities = self._items[index][0].shared_key, known[index]
-                if identities is not None:
-                    _memory.keep(key, identities, verdict)
-                elif _has_bits(read[index]):
-                    _bits_known.keep(key, read[index], verdict)
-        return [self._accepted(item, verdict) for (item, _), verdict in zip(self._items, found, strict=True)]
+            return Look(self, inputs)
 
-    def _accepted(self, item: Assumption, verdict: Verdict | None) -> Verdict:
-        return verdict.among(item.accepts) if isinstance(verdict, MaskClass) else bool(verdict)
+    def learn(self, found: dict[int, Verdict]) -> None:
+        """Expect what was the same twice. What changed may change again: it is looked at in full, at once."""
+        for index, verdict in found.items():
+            self.expected[index] = verdict if verdict == self._previous[index] else None
+            self._previous[index] = verdict
 
-    def _judged(self, made: dict[int, Any]) -> dict[int, Verdict]:
+
+class Look:
+    """What the device was asked about the inputs of a call, and what is to be expected of its answer."""
+
+    def __init__(self, checker: Checker, inputs: Sequence[Sequence[Any]]) -> None:
+        """Recall what is known, and ask for the rest."""
+        self._checker = checker
+        items = checker.items
+        self._read = [[*values, *item.constants] for (item, _), values in zip(items, inputs, strict=True)]
+        self._identities = [_identities(values) for values in self._read]
+        self._found = [
+            _memory.recall(item.shared_key, identities)
+            if identities is not None
+            else (_bits_known.recall(item.shared_key, values) if _has_bits(values) else None)
+            for (item, _), identities, values in zip(items, self._identities, self._read, strict=True)
+        ]
+        missing = [index for index, verdict in enumerate(self._found) if verdict is None]
+        self._made = {index: items[index][1](*inputs[index]) for index in missing}
+        self._wanted = list(checker.expected)  # another thread may learn something else meanwhile
+        self._sent = _sent({index: self._asked(index, value) for index, value in self._made.items()})
+
+    @property
+    def guess(self) -> list[Verdict] | None:
+        """What the verdicts will be if nothing changed; None if that is not known, or nothing is waited for."""
+        if not any(event is not None for _, _, event in self._sent):
+            return None
+        likely = [self._wanted[i] if found is None else found for i, found in enumerate(self._found)]
+        known = [verdict for verdict in likely if verdict is not None]
+        return self._accepted(known) if len(known) == len(likely) else None
+
+    def verdicts(self) -> list[Verdict]:
+        """Those of `Checker.verdicts`; waits for the device."""
+        if self._made:
+            with torch.no_grad():
+                self._judge()
+            self._made = {}
+        return self._accepted([verdict for verdict in self._found if verdict is not None])
+
+    def _asked(self, index: int, made: Any) -> torch.Tensor:
+        if not self._checker.items[index][0].accepts:
+            return made.reshape(1)
+        expected = _told(self._wanted[index])
+        return statistics(*shown(made)) if expected is None else is_of(made, expected).reshape(1)
+
+    def _judge(self) -> None:
         found: dict[int, Verdict] = {}
-        asked: dict[int, torch.Tensor] = {}
-        wanted = list(self._expected)  # another thread may learn something else meanwhile
-        for index, value in made.items():
-            if not self._items[index][0].accepts:
-                asked[index] = value.reshape(1)
-                continue
-            (visible, other), expected = value, wanted[index]
-            asked[index] = (
-                statistics(visible, other) if expected is None else is_of(visible, other, expected).reshape(1)
-            )
-        for index, numbers in _read(asked).items():
-            expected = wanted[index]
-            if not self._items[index][0].accepts:
+        for index, numbers in _read(self._sent).items():
+            expected = _told(self._wanted[index])
+            if not self._checker.items[index][0].accepts:
                 found[index] = bool(numbers[0])
             elif expected is None:
                 found[index] = classified(numbers)
             elif numbers[0]:
                 found[index] = expected
-        again = {index: statistics(*value) for index, value in made.items() if index not in found}
-        found |= {index: classified(numbers) for index, numbers in _read(again).items()}
+        again = {index: statistics(*shown(value)) for index, value in self._made.items() if index not in found}
+        found |= {index: classified(numbers) for index, numbers in _read(_sent(again)).items()}
         for index, verdict in found.items():
-            # What was the same twice is expected. What changed may change again: it is looked at in full, at once.
-            known = verdict if isinstance(verdict, MaskClass) and verdict.is_known else None
-            self._expected[index] = known if known == self._previous[index] else None
-            self._previous[index] = verdict
-        return found
+            self._found[index] = verdict
+            key, identities = self._checker.items[index][0].shared_key, self._identities[index]
+            if identities is not None:
+                _memory.keep(key, identities, verdict)
+            elif _has_bits(self._read[index]):
+                _bits_known.keep(key, self._read[index], verdict)
+        self._checker.learn(found)
+
+    def _accepted(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        pairs = zip(self._checker.items, verdicts, strict=True)
+        return [v.among(item.accepts) if isinstance(v, MaskClass) else v for (item, _), v in pairs]
 
 
-def _read(asked: dict[int, torch.Tensor]) -> dict[int, list[int]]:
-    """The numbers of several tensors, with one wait for each device."""
-    found: dict[int, list[int]] = {}
+def _told(expected: Verdict | None) -> MaskClass | None:
+    """The class that is expected, if it says all of the mask, so that it can be asked for alone."""
+    return expected if isinstance(expected, MaskClass) and expected.is_known else None
+
+
+_Sent = list[tuple[list[tuple[int, int]], torch.Tensor, Any]]
+
+
+def _sent(asked: dict[int, torch.Tensor]) -> _Sent:
+    """Have the numbers of several tensors copied to the host, with one copy for each device.
+
+    Returns:
+        For each device the indices and how many numbers they have, the copy, and what to wait for, if anything.
+    """
+    found: _Sent = []
     for device in dict.fromkeys(value.device for value in asked.values()):
-        own = [(index, value) for index, value in asked.items() if value.device == device]
-        if len(own) == 1:
-            found[own[0][0]] = own[0][1].tolist()
-            continue
-        numbers = torch.cat([value.to(torch.int64) for _, value in own]).tolist()
-        for index, value in own:
-            found[index], numbers = numbers[: value.numel()], numbers[value.numel() :]
+        own = {index: value for index, value in asked.items() if value.device == device}
+        values = list(own.values())
+        joined = values[0] if len(own) == 1 else torch.cat([value.to(torch.int64) for value in values])
+        sizes = [(index, value.numel()) for index, value in own.items()]
+        joined, event = _copied(joined)
+        found.append((sizes, joined, event))
+    return found
+
+
+def _copied(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on the host, and the event that it is there; where the host can't go on meanwhile, the tensor itself."""
+    if not value.is_cuda:
+        return value, None
+    copy, event = value.to("cpu", non_blocking=True), torch.cuda.Event()  # the copy is in pinned memory
+    event.record(torch.cuda.current_stream(value.device))
+    return copy, event
+
+
+def _read(sent: _Sent) -> dict[int, list[int]]:
+    """The numbers, once they are there."""
+    found: dict[int, list[int]] = {}
+    for sizes, joined, event in sent:
+        if event is not None:
+            event.synchronize()
+        numbers = joined.tolist()
+        for index, size in sizes:
+            found[index], numbers = numbers[:size], numbers[size:]
     return found

@@ -93,7 +93,7 @@ class EagerGradients:
         self._watched: tuple[int, ...] | None = None
         self._asked = False
         self._say: Once | None = None
-        self.refusal = _refusal(graph)
+        self.refusal = effects_of(graph)
 
     def attach(self, function: Any, results: Results) -> None:
         """Replace the methods of AOTAutograd's function of the graph."""
@@ -358,7 +358,7 @@ def _is_static(value: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
 
 
-def _refusal(graph: GraphModule) -> str:
+def effects_of(graph: GraphModule) -> str:
     """Why a Dynamo graph must not be run twice; random numbers are seen when it is."""
     operators = user_operators(graph)
     if operators:

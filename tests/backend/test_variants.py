@@ -1,7 +1,7 @@
 """Two variants of a graph: both right, the second compiled when it is needed, the choice made at each call."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from omnicomp import passes
 from omnicomp.analysis.nodes import op_name
 from omnicomp.backend import variants
 from omnicomp.backend.variants import PATIENCE
+from omnicomp.passes import verdicts
 from omnicomp.passes.assumptions import Assumption, assumption
 from omnicomp.passes.base import Pass, PassContext, PassResult
 from omnicomp.passes.verdicts import Memo
@@ -293,10 +294,10 @@ def test_a_check_that_raises_is_recorded_and_the_general_variant_runs(monkeypatc
     compiled = torch.compile(model, backend="omni", options=EAGER)
     compiled(x, FULL)
 
-    def case(self: Any, args: Any) -> Any:
+    def begin(self: Any, args: Any) -> Any:
         raise RuntimeError("planted failure")
 
-    monkeypatch.setattr(variants.Checks, "case", case)
+    monkeypatch.setattr(variants.Checks, "begin", begin)
     for mask in (PADDED, FULL):
         check(compiled, model, x, mask)
     (stopped,) = [e for e in events(Speculation) if e.state == "stopped"]
@@ -399,7 +400,7 @@ def test_a_call_under_capture_takes_the_general_variant_without_a_check(monkeypa
         on_cuda=True,
         graph="g0",
     )
-    monkeypatch.setattr(checks, "case", refuse)
+    monkeypatch.setattr(checks, "begin", refuse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     choice(FULL)
     assert states()[1:] == [("captured", "general")], "nothing can be compiled there"
@@ -409,7 +410,7 @@ def test_a_call_under_capture_takes_the_general_variant_without_a_check(monkeypa
 
 
 def test_a_verdict_is_remembered_for_a_tensor_that_nobody_wrote_to() -> None:
-    memo, mask = Memo(), torch.ones(3, device="meta")
+    memo, mask = Memo([0, 1]), torch.ones(3, device="meta")
     assert memo.recall([mask, 3]) is None
     memo.keep([mask, 3], True)
     assert memo.recall([mask, 3]) is True
@@ -420,9 +421,116 @@ def test_a_verdict_is_remembered_for_a_tensor_that_nobody_wrote_to() -> None:
 
 
 def test_no_verdict_is_remembered_where_writes_are_not_counted() -> None:
-    memo = Memo()
+    memo = Memo([0])
     with torch.inference_mode():
         mask = torch.ones(3, device="meta")
     for value in (mask, torch.ones(3)):
         memo.keep([value], True)
         assert memo.recall([value]) is None
+
+
+class Event:
+    """What a copy from a device is waited for by."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def synchronize(self) -> None:
+        self.told.append("waited")
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In which order the host waited for the device, and variants ran; the CPU counts as an accelerator."""
+    found: list[str] = []
+    original = variants.Variants._compiled
+
+    def compiled(self: Any, variant: Any, *, after_dynamo: bool) -> Any:
+        built = original(self, variant, after_dynamo=after_dynamo)
+
+        def call(*args: Any) -> Any:
+            found.append(variant.name)
+            return built(*args)
+
+        variant.call = call
+        return call
+
+    monkeypatch.setattr(variants.Variants, "_compiled", compiled)
+    monkeypatch.setattr(verdicts, "_remembers", lambda value: True)
+    monkeypatch.setattr(verdicts, "_copied", lambda value: (value.clone(), Event(found)))
+    verdicts.forget()
+    return found
+
+
+def steps(compiled: Any, model: Any, order: list[str], masks: Sequence[torch.Tensor]) -> list[str]:
+    """What was run and waited for in calls with new tensors, behind two calls from which it is known what to expect."""
+    x = torch.randn(3, 4)
+    for mask in (masks[0], masks[0], *masks):
+        order.append("call")
+        check(compiled, model, x, mask.clone())
+    return " ".join(order).split("call ")[3:]
+
+
+def test_the_likely_variant_runs_before_the_verdict_is_read(order: list[str]) -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="omni", options=EAGER)
+    found = steps(compiled, model, order, [FULL, PADDED, PADDED, FULL, FULL, FULL])
+    assert [step.split() for step in found] == [
+        ["assumed", "waited"],
+        ["assumed", "waited", "general"],
+        ["waited", "general"],
+        ["general", "waited", "assumed"],
+        ["waited", "assumed"],
+        ["assumed", "waited"],
+    ]
+
+
+def test_layers_behind_the_first_do_not_wait(order: list[str]) -> None:
+    model, x = Model(), torch.randn(3, 4)
+    layers = [torch.compile(model, backend="omni", options=EAGER) for _ in range(3)]
+    for _ in range(4):
+        order.clear()
+        mask = FULL.clone()
+        for layer in layers:
+            check(layer, model, x, mask)
+    assert order == ["assumed", "waited", "assumed", "assumed"]
+
+
+class Writes(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, mask)
+
+
+def test_what_leaves_something_behind_is_not_run_before_the_verdict(order: list[str]) -> None:
+    model = Writes()
+    compiled = torch.compile(model, backend="omni", options=EAGER)
+    with torch.no_grad():
+        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, FULL])] == ["waited"] * 2
+    assert model.calls == 8
+
+
+def test_hooks_for_saved_tensors_see_one_call(order: list[str]) -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="omni", options=EAGER)
+    with torch.autograd.graph.save_on_cpu():
+        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, PADDED])] == ["waited"] * 2
+
+
+def test_random_numbers_of_a_variant_that_was_wrong_are_drawn_again(order: list[str]) -> None:
+    class Drops(Model):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(super().forward(x, mask), 0.5)
+
+    model, x = Drops(), torch.randn(3, 4)
+    compiled = torch.compile(model, backend="omni", options=EAGER)
+    for mask in (FULL, FULL, FULL, PADDED):
+        torch.manual_seed(3)
+        found = compiled(x, mask.clone())
+        torch.manual_seed(3)
+        torch.testing.assert_close(found, model(x, mask))
+    assert order[-3:] == ["assumed", "waited", "general"]

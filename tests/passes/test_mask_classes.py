@@ -60,7 +60,7 @@ def test_what_is_said_of_a_mask_is_so(mask: torch.Tensor, left: int, right: int)
     assert (found.kind == "general") == (not rows)
     if found.is_known:
         assert torch.equal(mask, mask_of(found, *mask.shape[-2:]).expand_as(mask))
-        assert bool(is_of(mask, None, found))
+        assert bool(is_of((mask, (), ()), found))
     for kind in ("first", "rows"):
         weak = found.among(frozenset((kind,)))
         assert weak == GENERAL or bool((mask[..., 0] if kind == "first" else mask.any(-1)).all())
@@ -72,8 +72,11 @@ def test_what_is_said_of_a_mask_is_so(mask: torch.Tensor, left: int, right: int)
         MaskClass(kind="prefix", right=0, length=left),
     ):
         same = torch.equal(mask, mask_of(wanted, *mask.shape[-2:]).expand_as(mask))
-        assert bool(is_of(mask, torch.tensor(False), wanted)) == same
-        assert not is_of(mask, torch.tensor(True), wanted)
+        added = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+        for parts in ((mask, (), ()), (None, (added,), (-1e8,)), (mask, (added, 0 * added), (-1e8, -1e8))):
+            assert bool(is_of(parts, wanted)) == same
+        assert not is_of((None, (added + 1,), (-1e8,)), wanted), "it adds something"
+        assert not is_of((mask, (added + 1,), (-1e8,)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -121,4 +124,4 @@ def test_a_class_counts_as_the_most_that_is_accepted() -> None:
 def test_a_mask_without_elements_is_of_no_class(shape: tuple[int, ...]) -> None:
     mask = torch.ones(shape, dtype=torch.bool)
     assert class_of(mask) == GENERAL
-    assert not is_of(mask, None, MaskClass(kind="causal"))
+    assert not is_of((mask, (), ()), MaskClass(kind="causal"))

@@ -11,6 +11,7 @@ import torch._guards
 import torch.fx._symbolic_trace
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import (
     RestartAnalysis,
     ShortenTraceback,
@@ -33,6 +34,7 @@ __all__ = [
     "leave_transforms_on_error",
     "seconds_of_tracing",
     "tell_threads_apart",
+    "undisabled",
     "unseen_by_hooks",
     "user_error",
 ]
@@ -88,6 +90,11 @@ def user_error(error: Exception) -> Exception:
 def disable(function: Any, reason: str) -> Any:
     """Keep Dynamo from tracing `function` when a compiled program calls it."""
     return torch._dynamo.disable(function, reason=reason)
+
+
+def undisabled(function: Any) -> Any:
+    """What `disable` was put around, for a caller that Dynamo does not trace either."""
+    return innermost_fn(function)
 
 
 def unseen_by_hooks() -> contextlib.AbstractContextManager[None]:

@@ -94,8 +94,8 @@ def test_a_buffer_below_the_diagonal_leaves_nothing_of_the_mask(pays: None) -> N
 @pytest.mark.parametrize("call", [False, True], ids=["written out", "a call"])
 def test_layers_compiled_one_by_one_check_a_mask_once(call: bool, pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
-    read: Callable[[Any], Any] = verdicts._read
-    monkeypatch.setattr(verdicts, "_read", lambda asked: (checked.extend(asked), read(asked))[1])
+    sent: Callable[[Any], Any] = verdicts._sent
+    monkeypatch.setattr(verdicts, "_sent", lambda asked: (checked.extend(asked), sent(asked))[1])
     monkeypatch.setattr(verdicts, "_remembers", lambda value: True)
     verdicts.forget()
 
