@@ -348,7 +348,7 @@ def test_a_library_is_found_by_its_identity_before_a_compiler_is_asked(
     assert libraries.CppCodeCache.load("code") == "loaded"
     assert asked == [str(folder / "omnicomp" / "libraries" / f"{name}.so")]
     os.chmod(asked[0], 0o666)
-    assert libraries._travelled(libraries.CppCodeCache, name) is None
+    assert libraries._known(libraries.CppCodeCache, name) is None
     with torch._inductor.config.patch({"cpp.enable_unsafe_math_opt_flag": True}):
         assert libraries.identity(libraries.CppCodeCache, "code", None, "cpu", ()) != name
 

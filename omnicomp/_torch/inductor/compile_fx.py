@@ -21,7 +21,6 @@ from torch._inductor import list_mode_options
 from torch._inductor.codecache import get_path
 from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InductorError, InvalidCxxCompiler, LoweringException
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -63,7 +62,6 @@ __all__ = [
     "on_artefact_loaded",
     "overwritten_inputs",
     "part_name",
-    "prepare_to_load",
     "reset_cudagraphs",
     "subgraph_context",
 ]
@@ -237,16 +235,6 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, Kept], None]) -> Gen
 
     with mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
         yield
-
-
-def prepare_to_load(device: str) -> None:
-    """Find out what loading an artefact asks of this machine once a process, as what the C++ compiler can do for it.
-
-    Args:
-        device: type of the device.
-    """
-    if device == "cpu":
-        pick_vec_isa()
 
 
 def part_name(kwargs: Mapping[str, Any]) -> str:

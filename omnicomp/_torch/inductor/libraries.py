@@ -10,6 +10,7 @@ half of a file, which Inductor loads, or takes for a processor without vector in
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -134,16 +135,27 @@ def _watched(
     remote = _remote() if name else None
     if remote is not None:
         _fetch(remote, name)
-    library = _travelled(kind, name) if name else None
+    library = _known(kind, name) if name else None
     if library is not None:
         return lambda: library
     load = before(kind, main_code, device_type, submit_fn, extra_flags, optimized_code, **more)
     path = inspect.getclosurevars(load).nonlocals.get("binary_path") if name else None
     if path:
         _used[name] = Path(path)
-        if not INDEX.path(name).exists() and Path(path).is_relative_to(cache_dir()):
-            INDEX.write(name, os.path.relpath(path, cache_dir()))  # a failure is logged, and the library not exported
+        load = _indexing(load, name, Path(path))
     return load if remote is None else _sending(load, remote, name)
+
+
+def _indexing(load: Callable[[], Any], name: str, path: Path) -> Callable[[], Any]:
+    """`load`, which notes where the library is: once it was loaded, as it may still be written before."""
+
+    def load_and_note() -> Any:
+        library = load()
+        if not INDEX.path(name).exists() and path.is_relative_to(cache_dir()):
+            INDEX.write(name, os.path.relpath(path, cache_dir()))  # a failure is logged, and the library not exported
+        return library
+
+    return load_and_note
 
 
 def _remote() -> Any:
@@ -176,18 +188,24 @@ def _sending(load: Callable[[], Any], remote: Any, name: str) -> Callable[[], An
     return load_and_send
 
 
-def _travelled(kind: type[CppCodeCache], name: str) -> Any:
+def _known(kind: type[CppCodeCache], name: str) -> Any:
+    """A library that came with an artefact, or one that was built here."""
     path = INDEX.folder / f"{name}.so"
-    if not path.exists():
-        return None
     try:
-        for each in (path, path.parent):
-            store.check_trusted(each.lstat(), each)
+        if path.exists():
+            for each in (path, path.parent):
+                store.check_trusted(each.lstat(), each)
+        else:
+            place, _ = INDEX.read(name)
+            path = Path(cache_dir()) / (place or "")
+            if not path.is_file():
+                return None
         library = kind._load_library(str(path), name)
-        os.utime(path)
     except (OSError, ImportError, RuntimeError) as error:
-        log.warning("omni: the library %s of an artefact can't be used, so it is built here: %s", path.name, error)
+        log.warning("omni: the library %s can't be used, so it is built here: %s", path.name, error)
         return None
+    with contextlib.suppress(OSError):  # only its age is lost
+        os.utime(path)
     _used[name] = path
     return library
 
