@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.compiled_function import in_backward, on_function, saves_are_hooked
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, samples, shipping
-from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.parameters import static_dynamo_input
 from omnicomp._torch.user_code import modules_of_operators
 from omnicomp.backend.autograd import eager_gradients
@@ -88,12 +87,14 @@ class Wish:
         values: inputs to look at and to measure on, as `samples.packed` made them; may be empty.
         policy: options that are otherwise in this build.
         variant: the name of the variant that it is for; empty for the graph as Dynamo passed it.
+        sizes: of the call that it is for, by symbol; empty for those that Dynamo traced with.
     """
 
     graph: bytes
     values: bytes = b""
     policy: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     variant: str = ""
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,10 +159,13 @@ def build_behind(
         return None
 
     def wrapped(
-        call: Callable[..., Any], sizes: late_compile.SizeGuards | None, other: Callable[..., Any] | None = None
+        call: Callable[..., Any],
+        sizes: late_compile.SizeGuards | None,
+        other: Callable[..., Any] | None = None,
+        eager: Callable[..., Any] = plain,
     ) -> Callable[..., Any]:
         if sizes is not None and sizes.holds is not None:
-            call = within_sizes(call, plain, sizes, graph) if other is None else _where(sizes.holds, call, other)
+            call = within_sizes(call, eager, sizes, graph) if other is None else _where(sizes.holds, call, other)
         return checked(call, plain, sharing, graph)
 
     def build_here() -> Callable[..., Any]:
@@ -171,7 +175,7 @@ def build_behind(
 
     first, better = _tiers(policy, graph.device.type, training=graph.training)
     wish = Wish(graph=data, values=seen, policy=first)
-    behind = Behind(graph, plain, wish, static, better, wrapped, build_here)
+    behind = Behind(graph, plain, wish, static, shipping.symbols_of(scene.inputs), better, wrapped, build_here)
     behind.start()
     return behind.__call__
 
@@ -259,6 +263,7 @@ class Behind:
         eager: Callable[..., Any],
         wish: Wish,
         static: Sequence[bool],
+        symbols: Sequence[str],
         better: Mapping[str, Any] | None,
         wrapped: Callable[..., Callable[..., Any]],
         build_here: Callable[[], Callable[..., Any]],
@@ -270,12 +275,15 @@ class Behind:
             eager: the graph.
             wish: what a worker gets.
             static: which inputs are weights.
+            symbols: the names of the inputs that are sizes.
             better: options of a better build; None if there is to be none.
             wrapped: puts around a compiled graph what its calls need: conditions on sizes, and what runs elsewhere.
             build_here: compiles it in this process.
         """
         self._graph, self._eager, self._wrapped, self._build_here = graph, eager, wrapped, build_here
         self._wish, self._static, self._better, self._timeline = wish, static, better, current()
+        self._symbols, self._resized = symbols, 0
+        self._busy = self._partial = False  # another build is under way; what was built is for some sizes only
         self._asked: set[Case] = set()
         self._variants: Variants | None = None
         self._lock = new_lock()
@@ -355,10 +363,13 @@ class Behind:
             exchange, self._exchange = self._exchange, None
             if exchange is not None:
                 self._good = exchange()
-                self._target = self._good if self._better is None else self._warming(self._good)
+                self._go_on(self._good)
                 self._outstanding.clear()
                 self._refused = 0
             return self._target or self._meanwhile
+
+    def _go_on(self, call: Callable[..., Any] | None) -> None:
+        self._target = call if call is None or self._better is None else self._warming(call)
 
     def _warming(self, call: Callable[..., Any]) -> Callable[..., Any] | None:
         """What runs until a better build is asked for: the call, counted."""
@@ -373,12 +384,45 @@ class Behind:
 
         return counted
 
+    def _resize(self, *args: Any) -> Any:
+        """A call of sizes that no build is for: it runs eager, and a build for them is ordered, a few times."""
+        with self._lock:
+            order = not self._busy and self._exchange is None and self._resized + 1 < MOST_VARIANTS
+            self._busy, self._resized = self._busy or order, self._resized + order
+        if order:
+            sizes = {name: value for name, value in zip(self._symbols, args, strict=True) if name}
+            values = samples.packed(args, self._static, whole=False) if self._wish.values else b""
+            wish = dataclasses.replace(self._wish, values=values, sizes=sizes, variant=f"sizes{self._resized}")
+            with _changed:
+                _building.add(self)
+            # What is called until the exchange is followed in training, as a backward must be of one kind.
+            self._target = None
+            pool().submit(_Order(self, wish, Behind._take_resized, Behind._keep))
+        return self._eager(*args)
+
+    def _take_resized(self, reply: bytes) -> None:
+        try:
+            with self._restoring():
+                answer: Answer = pickle.loads(reply)
+                if answer.state is None:
+                    raise ValueError(answer.error)
+                for event in filter(None, map(event_from_dict, answer.events)):
+                    self._timeline.append(event)
+                restored = self._restored(answer.state, f"{self._graph.id}:sizes{self._resized}")
+                call = self._wrapped(restored, answer.sizes, self._good)
+        except Exception as error:  # noqa: BLE001 - becomes the reason why these sizes stay eager
+            self._keep(f"what was built can't be loaded: {first_line(error)}")
+            return
+        self._exchange = lambda: self._swapped(call, "swapped")
+        self._over()
+
     def _improve(self, args: Sequence[Any]) -> None:
         """Have a better build made, for what a call brings."""
         assert self._better is not None
         values = samples.packed(args, self._static, whole=True) if "choose" in self._better else self._wish.values
         with _changed:
             _building.add(self)
+        self._busy = True
         self._record("improving")
         wish = dataclasses.replace(self._wish, values=values, policy=self._better)
         self._better = None
@@ -417,15 +461,16 @@ class Behind:
         reason = Reason(
             code="build_failed",
             by=graph_compiler(self._graph),
-            sentence=f"no better build could be made in the background: {why}",
+            sentence=f"no further build could be made in the background: {why}",
             lever="leave the option background out to see what the build does in the program itself",
         )
         self._record("kept", reason if why else None)
         if self._target is None:
-            self._target = self._good
+            self._go_on(self._good)
         self._over()
 
     def _over(self) -> None:
+        self._busy = False
         with _changed:
             _building.discard(self)
             _changed.notify_all()
@@ -462,10 +507,15 @@ class Behind:
             return self._failing(answer, events)
         restored = self._restored(answer.state)
         variants = getattr(restored, "__self__", None)
-        if isinstance(variants, Variants) and (answer.sizes is None or answer.sizes.holds is None):
+        self._partial = answer.sizes is not None and answer.sizes.holds is not None
+        if isinstance(variants, Variants) and not self._partial:
             self._variants = variants
             variants.on_new_case(self._vary)
-        call = self._wrapped(restored, answer.sizes)
+        eager, resize = (
+            self._eager,
+            weakref.WeakMethod(self._resize),
+        )  # what is called does not keep alive what calls it
+        call = self._wrapped(restored, answer.sizes, eager=lambda *args: (resize() or eager)(*args))
         return lambda: self._swapped(call, "swapped")
 
     def give_up(self, why: str) -> None:
@@ -473,7 +523,7 @@ class Behind:
         self._end(self._failing(Answer(events=(), error=why), ()))
 
     def _end(self, exchange: Callable[[], Callable[..., Any]]) -> None:
-        if self._better is None and self._variants is None:
+        if self._better is None and self._variants is None and not self._partial:
             self._wish = Wish(graph=b"")
         self._exchange = exchange
         self._over()
@@ -485,8 +535,6 @@ class Behind:
         Each of their operators gives the interpreter away. It is to get it back at once, not after the five
         milliseconds that Python lets a thread have.
         """
-        # What is slow, and needs no lock: calls that compile would wait for it.
-        compile_fx.prepare_to_load(self._graph.device.type)
         with control_flow.compile_lock, control_flow.unseen_by_hooks(), forking:
             before = sys.getswitchinterval()
             sys.setswitchinterval(min(before, _SWITCH_SECONDS))

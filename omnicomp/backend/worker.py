@@ -30,7 +30,7 @@ def build(data: bytes) -> bytes:
     draft = Timeline()
     try:
         wish: Wish = pickle.loads(data)
-        with drafting(draft), shipping.unpacked(wish.graph) as shipped:
+        with drafting(draft), shipping.unpacked(wish.graph, wish.sizes) as shipped:
             with saving.bundled(keyless=True), built_alone(shipped.extra.device):
                 return pickle.dumps(_answer(shipped, wish, draft))
     except Exception as error:  # noqa: BLE001 - becomes the reason why the program builds the graph itself

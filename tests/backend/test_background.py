@@ -164,24 +164,65 @@ def test_a_graph_of_other_sizes_runs_eager_until_it_is_built(desk: Desk) -> None
     assert states()[-1] == "swapped"
 
 
-def test_a_graph_that_is_right_for_some_sizes_only_runs_eager_for_others(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_that_is_right_for_some_sizes_only_is_built_again_for_others(
+    training: bool, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, built = worker.compile_graph, list[bool]()
+
+    def specialising(gm: Any, plain: Any, graph: Any, inputs: Any, **more: Any) -> Any:
+        size = next(value for value in inputs if isinstance(value, torch.SymInt))
+        built.append(bool(size < 10))  # the compiled graph is for such sizes from here on
+        return real(gm, plain, graph, inputs, **more)
+
+    monkeypatch.setattr(worker, "compile_graph", specialising)
+    call = compiled(gelu, dynamic=True)
+
+    def right(*sizes: int) -> None:
+        for size in sizes:
+            x = torch.randn(size, 4, requires_grad=training)
+            found, expected = call(x), gelu(x)
+            torch.testing.assert_close(found, expected)
+            if training:
+                grads = [torch.autograd.grad(each.sum(), x)[0] for each in (found, expected)]
+                torch.testing.assert_close(*grads)
+
+    def runs() -> list[str]:
+        return [event.graph for event in events(Ran) if event.subgraph == event.graph]
+
+    right(8)
+    desk.work()
+    right(8, 9, 12, 8)
+    (graph,) = runs()
+    desk.work()
+    right(12, 8, 16)
+    assert built == [True, False]
+    assert states().count("swapped") == 2
+    assert runs() == [graph]
+    assert f"{graph}:sizes1" in omnicomp.audit().to_text()
+
+
+@pytest.mark.parametrize("reply", ["", "raises"])
+def test_sizes_for_which_no_build_succeeds_stay_eager_after_three(
+    reply: str, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = worker.compile_graph
 
     def specialising(gm: Any, plain: Any, graph: Any, inputs: Any, **more: Any) -> Any:
         size = next(value for value in inputs if isinstance(value, torch.SymInt))
-        assert size == 8  # the compiled graph is for that size from here on
+        hint = size.node.hint
+        if hint != 8 and reply:
+            raise RuntimeError("no")
+        assert size == hint
         return real(gm, plain, graph, inputs, **more)
 
     monkeypatch.setattr(worker, "compile_graph", specialising)
     call = compiled(gelu, dynamic=True)
-    call(torch.randn(8, 4))
-    desk.work()
-    for size in (8, 9, 8, 10):
+    for size in (8, 8, *range(9, 16), 8):
         x = torch.randn(size, 4)
         torch.testing.assert_close(call(x), gelu(x))
-    assert "swapped" in states()
+        desk.work()
+    assert states().count("kept" if reply else "swapped") == (3 if reply else 4)
 
 
 def test_what_writes_to_its_inputs_writes_once_in_either_tier(desk: Desk) -> None:

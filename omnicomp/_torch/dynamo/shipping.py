@@ -11,16 +11,19 @@ import importlib
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
+from unittest import mock
 
+import sympy
 import torch
 import torch._guards
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional, triton_kernel_wrapper_mutation
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDesc
 from torch.fx import GraphModule
-from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx._graph_pickler import GraphPickler, Options, _SymNodePickleData
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from omnicomp._torch.dynamo.late_compile import Scene, is_subclass
@@ -82,12 +85,40 @@ def pack(gm: GraphModule, scene: Scene, extra: Any, modules: Sequence[str] = ())
         raise ShippingError(f"it can't be pickled ({type(error).__name__}: {error})") from error
 
 
+def symbols_of(inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the symbols that are inputs of a graph; empty for other inputs."""
+    return tuple(
+        str(value.node._expr) if isinstance(value, torch.SymInt) and value.node._expr.is_Symbol else ""
+        for value in inputs
+    )
+
+
 @contextlib.contextmanager
-def unpacked(data: bytes) -> Generator[Shipped]:
+def _called_with(sizes: Mapping[str, int], environment: Any) -> Generator[None]:
+    """Inside, a graph is read as if Dynamo had traced it in a call of these sizes."""
+
+    def node(self: Any) -> SymNode:
+        known = {each: sympy.Integer(sizes[str(each)]) for each in self.expr.free_symbols if str(each) in sizes}
+        value = self.expr.xreplace(known)
+        return SymNode(self.expr, environment, self.pytype, int(value) if known and value.is_number else self.hint)
+
+    if not sizes:
+        yield
+        return
+    with mock.patch.object(_SymNodePickleData, "_to_sym_node", node):
+        yield
+    values = getattr(environment, "backed_var_to_val", None)  # 2.13
+    values = environment.var_to_val if values is None else values
+    values.update({symbol: sympy.Integer(sizes[str(symbol)]) for symbol in values if str(symbol) in sizes})
+
+
+@contextlib.contextmanager
+def unpacked(data: bytes, sizes: Mapping[str, int] | None = None) -> Generator[Shipped]:
     """Inside, the process is as the one that packed a graph, as far as its compilation depends on that.
 
     Args:
         data: what `pack` returned.
+        sizes: those of the call that it is compiled for, by symbol; without them, those of the call that was traced.
 
     Raises:
         ShippingError: the bytes name something that this process does not have.
@@ -101,7 +132,8 @@ def unpacked(data: bytes) -> Generator[Shipped]:
         try:
             for name in modules:
                 importlib.import_module(name)
-            content: Any = GraphPickler.loads(body, mode)
+            with _called_with(sizes or {}, mode.shape_env):
+                content: Any = GraphPickler.loads(body, mode)
         except Exception as error:
             raise ShippingError(f"it needs what only this process has ({type(error).__name__}: {error})") from error
         gm: GraphModule = content["graph"]
