@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch._inductor.config
+
 from omnicomp._torch.dynamo import control_flow, late_compile, samples, saving, shipping
 from omnicomp._torch.fx import copy_module
-from omnicomp._torch.inductor.whole_files import built_alone
 from omnicomp.backend.background import Answer, Task, Wish
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.pipeline import compile_graph
@@ -31,7 +32,9 @@ def build(data: bytes) -> bytes:
     try:
         wish: Wish = pickle.loads(data)
         with drafting(draft), shipping.unpacked(wish.graph, wish.sizes) as shipped:
-            with saving.bundled(keyless=True), built_alone(shipped.extra.device):
+            # C++ is built in this process, as `libraries.watch` has it written.
+            threads = {"compile_threads": 1} if shipped.extra.device == "cpu" else {}
+            with saving.bundled(keyless=True), torch._inductor.config.patch(threads):  # type: ignore[attr-defined]
                 return pickle.dumps(_answer(shipped, wish, draft))
     except Exception as error:  # noqa: BLE001 - becomes the reason why the program builds the graph itself
         return pickle.dumps(Answer(events=(), error=first_line(error), kept_here=True))

@@ -10,7 +10,6 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.symbols import free_symbols, known_range
-from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError, nearest, wrong_value
 
@@ -115,10 +114,6 @@ class Clustering:
             if largest is not None and (high is None or high > largest):
                 return f"{size} of {node.name} may be {high}, and the engine takes {largest} or less"
         return ""
-
-    def bytes_of(self, nodes: Sequence[Node]) -> int:
-        """Bytes of what the nodes make, for the sizes seen at compile time; -1 if unknown."""
-        return size_of(map(fake_value, nodes))[1]
 
 
 _VIEWS: Final = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand")

@@ -110,7 +110,6 @@ _SAME: Final = frozenset(
 _LIKE: Final = frozenset(
     "zeros ones empty zeros_like ones_like empty_like new_zeros new_ones new_empty one_hot".split()
 )
-_UNKNOWN_IN_ORDER: Final = frozenset("add sub radd rsub mul iadd isub imul".split())
 
 
 class Ranges:
