@@ -466,13 +466,32 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     if _passes_gradients(site, form, reader):
         if value_of(mask).requires_grad:
             return GuardedMask(mask, **nan)  # the backward of `attention_with_bias` normalizes the weights
-        most = call(torch.sum, (call(torch.eq, (mask, top)),), {"dim": -1, "keepdim": True})
-        swallowed = call(torch.le, (beyond, lowest))
-        return GuardedMask(mask, shared=call(torch.where, (swallowed, most, 1)), **nan)
+        return GuardedMask(mask, shared=_sharing(mask, top, call(torch.le, (beyond, lowest)), builder), **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
     # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
     mask = call(torch.sub, (mask, top))
     return GuardedMask(mask, call(torch.le, (beyond, lowest)), **nan)
+
+
+def _sharing(mask: Any, top: Any, swallowed: Any, builder: Builder) -> Any:
+    """By how many keys a row of which the sum is swallowed is shared; 1 for other rows."""
+    most = builder.call(torch.sum, (builder.call(torch.eq, (mask, top)),), {"dim": -1, "keepdim": True})
+    return builder.call(torch.where, (swallowed, most, 1))
+
+
+def beside_sink(site: Site, form: Form, made: Parts, builder: Builder, reader: Reader) -> Parts:
+    """The parts of an attention with a sink, whose gradients are right where huge numbers swallow scores.
+
+    The kernels' backward divides by exp(log(sum)), as above. Huge negative ones leave all weight to the sink.
+    """
+    if made.mask is None or not site.fake().requires_grad or not _lifts(form, reader):
+        return made
+    mask = builder.call(torch.Tensor.detach, (made.mask,))
+    if value_of(mask).dtype == torch.bool:
+        return made
+    top = builder.call(torch.amax, (mask,), {"dim": -1, "keepdim": True})
+    swallowed = builder.call(torch.ge, (top, -lowest_of(site, form, reader)))
+    return dataclasses.replace(made, shared=_sharing(mask, top, swallowed, builder))
 
 
 def _passes_gradients(site: Site, form: Form, reader: Reader) -> bool:

@@ -24,7 +24,7 @@ from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
 from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, has_wrong_backward, prefers_cudnn
-from omnicomp.passes.attention.sdpa import Parts, Variant, finish, hides, parts
+from omnicomp.passes.attention.sdpa import Parts, Variant, beside_sink, finish, hides, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Fill, MatchEnded, Site
 from omnicomp.passes.attention.terms import Axis, flat
@@ -517,6 +517,8 @@ def _with_sink(site: Site, form: Form, masking: Masking, variant: Variant, attem
     kernel = sink_kernel(query, fake_value(made.key), masked=masked, trained=trained, is_causal=variant.is_causal)
     if not kernel:
         return None
+    if not (trained and kernel == "flash_cpu"):  # whose backward divides by the sum itself
+        made = beside_sink(site, form, made, attempt.builder, attempt.session.reader)
     if kernel == "flash" and _takes_cudnn(made, variant, form.scale, training=bool(site.fake().requires_grad)):
         kernel = "cudnn"
     batch, heads, queries, _ = form.groups(site)

@@ -124,6 +124,18 @@ def test_sinks(training):
     assert "sink" in backend.rewrite().detail
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_numbers_that_swallow_all_scores_beside_a_sink_are_uniform_in_the_backward(trained):
+    def function(q, k, v, m, s):
+        sinks = s.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        huge = 1e30 * torch.ones(q.shape[-2], k.shape[-2]).tril(-1)
+        return torch.cat([q @ k.mT * 0.25 + (m * 0 + huge if trained else huge), sinks], -1).softmax(-1)[..., :-1] @ v
+
+    q, k, v, m = inputs()
+    backend = differentiate(lambda q, k, v, s: function(q, k, v, m, s), q, k, v, torch.randn(4))
+    assert backend.rewrite().target == "omnicomp.attention_with_sink"
+
+
 def test_dropout_keeps_its_reason_where_no_kernel_has_it():
     backend = Backend(training=True)
     function = lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.1, True) @ v  # noqa: E731
