@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.compiled_function import in_backward, on_function, saves_are_hooked
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, samples, shipping
+from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.parameters import static_dynamo_input
 from omnicomp._torch.user_code import modules_of_operators
 from omnicomp.backend.autograd import eager_gradients
@@ -198,7 +199,7 @@ def _obstacle(graph: CapturedGraph, sharing: overlaps.Sharing) -> str:
         return "the option dtype_error measures on the inputs of a call"
     if policy.fallback is not None or policy.on_error == "raise":
         return "the options ask for errors while the graph is compiled"
-    if policy.inductor.get("triton.cudagraphs"):
+    if compile_fx.records_cudagraphs(policy.inductor):
         return "CUDA graphs are recorded in this process"
     return ""
 

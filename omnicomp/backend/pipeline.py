@@ -326,7 +326,7 @@ def _with_variants(
         on_cuda=any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs),
         graph=graph.id,
         another=another if any(item.accepts for item in checks.assumptions) else None,
-        repeatable=not graph.policy.inductor.get("triton.cudagraphs")
+        repeatable=not compile_fx.records_cudagraphs(graph.policy.inductor)
         and keeps_inputs(original)
         and not effects_of(original),
     )

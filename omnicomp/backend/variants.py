@@ -231,7 +231,7 @@ class Variants:
         if likely is None:
             return self._run(self._found(look, args), args)
         # The device would idle until the host has read the verdict: the likely variant is run meanwhile.
-        states = generator_states([value.device for value in args if isinstance(value, torch.Tensor)])
+        states = generator_states({x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda})
         error: Exception | None = None
         result = None
         try:

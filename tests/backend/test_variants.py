@@ -1,5 +1,6 @@
 """Two variants of a graph: both right, the second compiled when it is needed, the choice made at each call."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -514,11 +515,12 @@ def test_what_leaves_something_behind_is_not_run_before_the_verdict(order: list[
     assert model.calls == 8
 
 
-def test_hooks_for_saved_tensors_see_one_call(order: list[str]) -> None:
-    model = Model()
-    compiled = torch.compile(model, backend="omni", options=EAGER)
-    with torch.autograd.graph.save_on_cpu():
-        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, PADDED])] == ["waited"] * 2
+@pytest.mark.parametrize("hooked", [True, False], ids=["hooks for saved tensors", "CUDA graphs"])
+def test_what_counts_calls_sees_one(hooked: bool, order: list[str]) -> None:
+    model, option = Model(), EAGER if hooked else {**EAGER, "triton.cudagraphs": True}
+    compiled = torch.compile(model, backend="omni", options=option)
+    with torch.autograd.graph.save_on_cpu() if hooked else contextlib.nullcontext():
+        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, FULL])] == ["waited"] * 2
 
 
 def test_random_numbers_of_a_variant_that_was_wrong_are_drawn_again(order: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from recorded import events
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from omnicomp.passes.attention import timings
+from omnicomp.passes.attention import assume, timings
 from omnicomp.timeline import NearMiss, Ran, Rewrite, Speculation
 
 pytestmark = [
@@ -388,6 +388,31 @@ def test_a_full_padding_mask_is_speculated_away_with_and_without_cuda_graphs(mod
     details = [event.detail for event in events(Rewrite)]
     assert sum("is_causal" in detail for detail in details) == 1
     assert len(details) == 2, "two variants, and nothing compiled again"
+
+
+def test_the_host_launches_a_call_with_a_new_mask_before_it_reads_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assume, "worth", lambda *args, **kwargs: None)
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend(product(q, k) + mask, v)
+
+    q, k, v = (x.detach() for x in operands())
+    compiled = torch.compile(masked, backend="omni", fullgraph=True)
+    rows, columns = indices(q @ k.mT)
+    classes = [columns > rows, columns > rows + 3, columns > rows]
+    with torch.no_grad():
+        for hidden in classes:
+            for step in range(5):
+                mask = torch.zeros(1, 1, LENGTH, LENGTH, device="cuda", dtype=q.dtype)
+                mask.masked_fill_(hidden, torch.finfo(q.dtype).min)
+                # Whatever makes the host wait raises, but for waiting for an event.
+                torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+                try:
+                    found = compiled(q, k, v, mask)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                torch.testing.assert_close(found, masked(q, k, v, mask), rtol=5e-2, atol=2e-2)
+    assert "is_causal" in events(Rewrite)[0].detail
 
 
 def test_changing_lengths_share_a_graph() -> None:

@@ -62,6 +62,7 @@ __all__ = [
     "on_artefact_loaded",
     "overwritten_inputs",
     "part_name",
+    "records_cudagraphs",
     "reset_cudagraphs",
     "subgraph_context",
 ]
@@ -109,6 +110,11 @@ def freezing_requested(patches: Mapping[str, Any]) -> bool:
 def freezing(patches: Mapping[str, Any]) -> bool:
     """Whether weights become constants of the compiled code."""
     return bool(patches.get("freezing", torch._inductor.config.freezing)) or torch._inductor.config.freezing
+
+
+def records_cudagraphs(patches: Mapping[str, Any]) -> bool:
+    """Whether CUDA graphs are recorded where that is possible."""
+    return bool(patches.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
 
 
 def fallback_random(patches: Mapping[str, Any]) -> bool:
