@@ -119,6 +119,7 @@ def _compile(
     tag = f"{graph.record.digest}{wrong_code()}"
     verifies = graph.policy.verify in VERIFYING
     tag = f"{tag}-verified" if verifies and is_bundled() else tag
+    tag = f"{tag}-passes" if graph.policy.verify == "inductor" else tag
     engines, count = bool(engines_of(graph.policy)), len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
     own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm
@@ -130,7 +131,8 @@ def _compile(
         context = informed(context, part, known, count) if engines else context
         doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
         dump(graph.id, "autograd", part, name)
-        with compile_fx.cache_tag(tag), compiling(context), stage("lowering", graph.id, name), doing:
+        seen = _passes_seen(graph)
+        with compile_fx.cache_tag(tag), compiling(context), stage("lowering", graph.id, name), doing, seen:
             built = build_part(part, part_inputs, context, regions)
         if is_bundled() and not is_marked(built):
             mark(
@@ -158,6 +160,7 @@ def _compile(
     with (
         compile_fx.cache_tag(tag),
         compiling(graph.context("", {})),
+        _passes_seen(graph),
         compile_fx.on_artefact_loaded(restored),
         on_function(eager_gradients(graph)),
         restoring(lambda part: graph.context(part, {})),
@@ -184,6 +187,15 @@ def _compile(
     if lookup is not None and lookup.verdict != "hit":  # a restored graph says so itself
         current().append(verdict(lookup, graph.record.key, graph=graph.id, part=""))
     return compiled
+
+
+def _passes_seen(graph: CapturedGraph) -> contextlib.AbstractContextManager[None]:
+    """Inside, Inductor's own passes are checked, if that is asked for."""
+    if graph.policy.verify != "inductor":
+        return contextlib.nullcontext()
+    from omnicomp.builder.certificates import inductors_certified
+
+    return inductors_certified(graph.id)
 
 
 def eager_gradients(graph: CapturedGraph) -> Callable[[Any, Results], None]:

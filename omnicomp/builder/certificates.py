@@ -1,4 +1,6 @@
-"""Certificates for what is put into a graph beside the passes: overrides, weights that were cast once, called regions.
+"""Certificates for what is put into a graph beside the passes: overrides, weights cast once, called regions.
+
+And for the passes of Inductor's own.
 
 What is no operator of torch is run as what it stands for: an override as its reference, a weight that was cast once as
 the cast of the parameter.
@@ -6,19 +8,26 @@ the cast of the parameter.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
 from omnicomp._torch.fx import copy_module, traced_again
-from omnicomp.analysis.certify import NO_OVERFLOW, REFUTED, ROUNDING, Assumption, check
+from omnicomp._torch.inductor import own_passes
+from omnicomp.analysis.certify import DRAWS, NO_OVERFLOW, REFUTED, ROUNDING, Assumption, Certificate, check
 from omnicomp.analysis.nodes import fake_value
+from omnicomp.builder.on_failure import write_script
+from omnicomp.errors import first_line
 from omnicomp.lowerings.override import planned_call, put_references
 from omnicomp.options.policy import Policy
 from omnicomp.passes.certificates import NotCertifiedError, certified
-from omnicomp.timeline import Certified
+from omnicomp.passes.changes import Change
+from omnicomp.timeline import Certified, current
 
 _ROUNDED = tuple(map(Assumption, (ROUNDING, NO_OVERFLOW)))
+# Attention's patterns take a dropout into the kernel, which draws by itself.
+_RENUMBERED = (*_ROUNDED, Assumption(DRAWS))
 
 
 def certify_calls(before: GraphModule, after: GraphModule, graph: str) -> Certified:
@@ -35,6 +44,36 @@ def certify_calls(before: GraphModule, after: GraphModule, graph: str) -> Certif
         nodes=tuple(node.name for node in calls),
         seconds=found.seconds,
     )
+
+
+def inductors_certified(graph: str) -> AbstractContextManager[None]:
+    """Inside, what each of Inductor's own passes changes is checked; what computes something else is put back.
+
+    Args:
+        graph: its id.
+    """
+    known: dict[str, Certificate] = {}
+
+    def script(change: Change, event: Certified) -> Certified:
+        region = (change.read() or change).before
+        inputs = [fake_value(node) for node in region.graph.find_nodes(op="placeholder")]
+        try:
+            path = write_script(region, inputs, f"{event.name}: {event.sentence}", values=True, whole=True)
+        except Exception as error:  # noqa: BLE001 - a graph that can't be written down costs the script alone
+            return dataclasses.replace(event, sentence=f"{event.sentence}; no script: {first_line(error)}")
+        return dataclasses.replace(event, reproducer=str(path))
+
+    def look(name: str, before: GraphModule, after: GraphModule) -> None:
+        claims = _RENUMBERED if "pass_pattern" in name else _ROUNDED
+        try:
+            found = certified(f"inductor.{name}", claims, before, after, graph=graph, known=known, refuting=script)
+        except NotCertifiedError as error:
+            found = [error.event]
+            own_passes.put_back(after, before)
+        for event in found:
+            current().append(event)
+
+    return own_passes.watched(look)
 
 
 def certify_overrides(before: GraphModule, after: GraphModule, graph: str, policy: Policy) -> list[Certified]:

@@ -94,7 +94,9 @@ class PartFailures:
             return ""
 
 
-def write_script(module: GraphModule, inputs: Sequence[Any], error: str, *, values: bool = False) -> Path:
+def write_script(
+    module: GraphModule, inputs: Sequence[Any], error: str, *, values: bool = False, whole: bool = False
+) -> Path:
     """Write the reproduction script of a graph into the cache folder.
 
     Args:
@@ -102,6 +104,7 @@ def write_script(module: GraphModule, inputs: Sequence[Any], error: str, *, valu
         inputs: fake tensors and symbolic sizes of its placeholders.
         error: what it fails with.
         values: whether it computes something wrong; otherwise it can't be built.
+        whole: whether the script compiles it with all passes.
 
     Raises:
         Exception: the graph can't be written down, or the folder not written to.
@@ -109,7 +112,7 @@ def write_script(module: GraphModule, inputs: Sequence[Any], error: str, *, valu
     names = [op_name(node) for node in module.graph.nodes if node.op == "call_function"]
     what = "computes something else than eager for" if values else "can't build"
     title = f"Inductor {what} {', '.join(sorted(set(names)))}: {error}"
-    text = repro_script.script_of(module, inputs, title, values=values)
+    text = repro_script.script_of(module, inputs, title, values=values, whole=whole)
     name = re.sub(r"\W+", "_", names[-1]) if names else "graph"
     path = folder() / FOLDER / f"{name}_{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:12]}.py"
     if not path.exists():

@@ -270,12 +270,13 @@ class Policy:
     )
     verify: str = option(
         "overrides",
-        choice("off", "overrides", "first", "always"),
+        choice("off", "overrides", "first", "always", "inductor"),
         "compare each override with its reference, gradients included, when it is first used with a combination of "
         "dtypes and class of shapes; a wrong one gives way to its reference and is not used again. "
         '`"first"` or `"always"`: also compare what each subgraph computes in its first call, or in each, with eager '
         "in a higher precision; one that is farther off than eager in its own dtype is replaced by eager. "
-        '`"off"`: compare nothing',
+        '`"inductor"`: check what each of Inductor\'s own passes changes in a graph, as `certify` does, and leave out '
+        'what is refuted; see [certificates.md](certificates.md#inductors-passes). `"off"`: compare nothing',
         in_digest=False,
         variable="OMNICOMP_VERIFY",
     )

@@ -91,6 +91,7 @@ def certified(
     known: dict[str, certify.Certificate],
     always: bool = False,
     prepare: Callable[[GraphModule], GraphModule] = lambda after: after,
+    refuting: Callable[[Change, Certified], Certified] = lambda change, event: event,
 ) -> list[Certified]:
     """Check all that a pass changed in a graph, and take back what computes something else.
 
@@ -104,6 +105,7 @@ def certified(
         known: certificates of this compilation by key; extended.
         always: whether to check what earlier compilations have checked.
         prepare: makes a part of the new graph one that can be run by definitions.
+        refuting: adds to what is told of a part that is refuted.
 
     Returns:
         What was found of each part, with the verdict `refuted` for those that were taken back.
@@ -120,6 +122,7 @@ def certified(
         for change in changes(before, after):
             made = _certified(name, change, rests, unsaid, known, always, prepare)
             event = dataclasses.replace(made, graph=graph)
+            event = refuting(change, event) if event.verdict == certify.REFUTED else event
             found.append(event)
             if event.verdict == certify.REFUTED:
                 if change.undo is None:
@@ -156,6 +159,11 @@ def _certified(
             break
         at = at.wider()
     assert result is not None
+    below = change.read() if result.verdict == certify.REFUTED else None
+    if below is not None:
+        event = _of_cut(name, dataclasses.replace(below, after=prepare(below.after)), claims, known, always)
+        if event.verdict not in (certify.REFUTED, certify.ASSUMED):
+            return dataclasses.replace(event, nodes=change.nodes, seconds=event.seconds + result.seconds)
     if result.verdict == certify.REFUTED and unsaid:
         # What the masks are assumed to be is checked at each call, and can't be told to the checker.
         told = "; ".join(unsaid)

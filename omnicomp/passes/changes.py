@@ -8,7 +8,7 @@ was made.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -35,6 +35,8 @@ class Change:
         nodes: names of the nodes that the pass put there.
         whole: whether it is the whole graph, because of what is written to in it.
         wider: the same part, cut farther up; None if it can't be.
+        read: the same part and what reads its result, which may be right where the result differs: the other operand of
+            a sum, or the input of a view. None if that has an effect.
         undo: has the new graph compute it as the old one did; None if that can't be told from the rest.
     """
 
@@ -44,6 +46,7 @@ class Change:
     nodes: tuple[str, ...] = ()
     whole: bool = False
     wider: Callable[[], "Change | None"] = lambda: None
+    read: Callable[[], "Change | None"] = lambda: None
     undo: Callable[[], None] | None = None
 
 
@@ -99,6 +102,17 @@ class _Side:
             stack.extend(node.all_input_nodes)
         return found
 
+    def ordered(self) -> list[str]:
+        """The nodes whose place among each other counts: those with an effect, and what touches written memory."""
+        writing = [node for node in self.nodes.values() if _is_call(node) and mutates(node)]
+        written = {place for node in writing for read in node.all_input_nodes for place in _memory(read)}
+        touching = (node for node in self.nodes.values() if _is_call(node))
+        return [
+            node.name
+            for node in touching
+            if not is_pure(node) or any(place in written for read in node.all_input_nodes for place in _memory(read))
+        ]
+
     def drawn_in(self, node: Node) -> bool:
         """Whether a node that stayed is a part of each side all the same: a size, or a small constant."""
         if node.op == "get_attr":
@@ -115,7 +129,7 @@ class _Side:
 class _Comparison:
     """Two graphs, node by node."""
 
-    def __init__(self, before: GraphModule, after: GraphModule) -> None:
+    def __init__(self, before: GraphModule, after: GraphModule, readers: Collection[str] = ()) -> None:
         self.old, self.new = _Side(before), _Side(after)
         old, new = self.old.nodes, self.new.nodes
         self.common = [name for name in new if name in old]
@@ -123,7 +137,7 @@ class _Comparison:
         self.old.inside = {node for name, node in old.items() if name not in new}
         self.new.inside = {node for name, node in new.items() if name not in old}
         for name in self.common:
-            claims = _claimed(old[name], new[name])
+            claims = _claimed(old[name], new[name]) if name not in readers else None
             if claims is None and new[name].op == "output":
                 raise UncutError("the pass changed how many values the graph returns")
             if claims is None:  # another operator of the same name
@@ -133,6 +147,7 @@ class _Comparison:
             for left, right in claims:
                 if left != right:
                     self._claims.setdefault((left, right), name)
+        self._reordered = self._first_reordered()
         replaced = {node.name for node in self.new.inside} & {node.name for node in self.old.inside}
         for name in self.common:
             for read in new[name].all_input_nodes:
@@ -142,17 +157,29 @@ class _Comparison:
     @property
     def changed(self) -> bool:
         """Whether anything did."""
-        return bool(self.old.inside or self.new.inside or self._claims)
+        return bool(self.old.inside or self.new.inside or self._claims or self._reordered)
+
+    def _first_reordered(self) -> Node | None:
+        """A node that has another place among those that write to memory, draw random numbers, or read such memory."""
+        orders = [
+            [name for name in side.ordered() if name in self.old.nodes and name in self.new.nodes]
+            for side in (self.old, self.new)
+        ]
+        return next((self.new.nodes[b] for a, b in zip(*orders, strict=False) if a != b), None)
 
     @property
     def first(self) -> Node:
         """A node that stands for what changed."""
+        if self._reordered is not None:
+            return self._reordered
         inside = [node for node in self.new.nodes.values() if node in self.new.inside]
         users = [self.new.nodes[user] for user in self._claims.values()]
         return next(iter([*inside, *users]), next(iter(self.new.nodes.values())))
 
     def obstacle(self) -> Node | None:
         """A node for which a part of the graph can't be told from the rest; None if there is none."""
+        if self._reordered is not None:
+            return self._reordered
         touched = [*self.old.inside, *self.new.inside]
         for node in touched:
             if _is_call(node) and not is_pure(node):
@@ -175,9 +202,9 @@ class _Comparison:
         """The values that are claimed to be equal, old and new, in the order of the graph."""
         return sorted(self._claims, key=lambda pair: self.new.places[pair[1]])
 
-    def cut(self, pair: tuple[str, str], level: int = 0) -> Change:
-        """The part that computes a pair of values."""
-        ends = [self.old.nodes[pair[0]]], [self.new.nodes[pair[1]]]
+    def cut(self, *pairs: tuple[str, str], level: int = 0) -> Change:
+        """The part that computes pairs of values."""
+        ends = [self.old.nodes[name] for name, _ in pairs], [self.new.nodes[name] for _, name in pairs]
         farther = (lambda _: False, self._cheap, _is_call)[level]
         slices = [side.slice_of(end, farther) for side, end in zip((self.old, self.new), ends, strict=True)]
         names: dict[str, None] = {}
@@ -196,14 +223,25 @@ class _Comparison:
             _module(side, inputs, inside, end)
             for side, inside, end in zip((self.old, self.new), slices, ends, strict=True)
         ]
+        pair = pairs[0]
         return Change(
             before=made[0],
             after=made[1],
             at=ends[1][0] if ends[1][0] in self.new.inside else self.new.nodes[self._claims[pair]],
             nodes=tuple(node.name for node in self.new.module.graph.nodes if node in slices[1] & self.new.inside),
             wider=lambda: self._wider(pair, inputs, level + 1),
+            read=lambda: self._read_by(pair),
             undo=lambda: self._undo(pair),
         )
+
+    def _read_by(self, pair: tuple[str, str]) -> Change | None:
+        """The part that computes what reads one of two values in place of the other."""
+        found = [(self.old.nodes[name], self.new.nodes[name]) for name in self.common]
+        readers = [new for old, new in found if pair in (_claimed(old, new) or ())]
+        if not readers or not all(_is_call(node) and is_pure(node) for node in readers):
+            return None
+        names = [node.name for node in readers]
+        return _Comparison(self.old.module, self.new.module, names).cut(*zip(names, names, strict=True))
 
     def _undo(self, pair: tuple[str, str]) -> None:
         """Compute a value as the old graph did, for all that read it there."""
@@ -233,7 +271,7 @@ class _Comparison:
             level = 2
         if level > 2 or not any(map(_is_call, nodes)):
             return None
-        return self.cut(pair, level)
+        return self.cut(pair, level=level)
 
     def _cheap(self, node: Node) -> bool:
         """Whether a node that stayed is one that masks, positions and views are made by."""

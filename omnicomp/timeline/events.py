@@ -301,6 +301,7 @@ class Certified(Event):
         key: of the certificate and of both graphs, in the cache.
         kept: whether it was found there, and nothing was checked.
         seconds: wall time.
+        reproducer: path of a script of torch alone, for a pass of Inductor's that was refuted.
     """
 
     name: str
@@ -317,6 +318,7 @@ class Certified(Event):
     key: str = ""
     kept: bool = False
     seconds: float = 0.0
+    reproducer: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

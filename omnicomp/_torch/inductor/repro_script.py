@@ -23,8 +23,27 @@ _WRITABLE: Final = (bool, int, float, str, type(None))
 _OWN: Final = ("aten", "prim", "inductor", "higher_order", "_", "c10d", "mkldnn", "quantized", "rngprims", "symm_mem")
 
 
-def script_of(module: GraphModule, inputs: Iterable[Any], title: str, *, values: bool = False) -> str:
+_WHOLE: Final = """if __name__ == '__main__':
+    from copy import deepcopy
+    from torch._dynamo.debug_utils import InputReader
+    reader = InputReader()
+    load_args(reader)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(mod)(*deepcopy(reader.args)), mod(*reader.args))
+"""
+
+
+def script_of(
+    module: GraphModule, inputs: Iterable[Any], title: str, *, values: bool = False, whole: bool = False
+) -> str:
     """The text of a script that compiles a graph with Inductor, on random inputs and without data of the user's.
+
+    Args:
+        module: the graph.
+        inputs: fake tensors and symbolic sizes of its placeholders.
+        title: the first line.
+        values: whether results are compared with eager's.
+        whole: whether that is done by `torch.compile`, all of whose passes run then.
 
     Raises:
         Exception: the graph can't be written down.
@@ -40,6 +59,8 @@ def script_of(module: GraphModule, inputs: Iterable[Any], title: str, *, values:
     with torch._inductor.config.patch(_defaults_of_the_unwritable()):
         save_graph_repro(text, made, list(inputs), "inductor", accuracy=values)
     script = cleaner().secrets(text.getvalue())
+    if whole:
+        script = script.partition("if __name__ ==")[0] + _WHOLE
     compile(script, "<script>", "exec")
     return script + "\n"
 

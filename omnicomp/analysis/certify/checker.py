@@ -186,9 +186,12 @@ class _Check:
                 self.methods.append(c.Method(name="algebra", holds=None, detail=_said(error)))
                 return self._tested(variants, _said(error))
             opaque |= states[0].opaque | states[1].opaque
-            if [each[1:] for each in states[0].draws] != [each[1:] for each in states[1].draws]:
+            if _drawn(states[0]) != _drawn(states[1]):
                 # Another order or kind may be claimed, and not that less, or more, is dropped.
-                if c.DRAWS not in self.kinds or len({frozenset(each[2] for each in s.draws) for s in states}) > 1:
+                shares = {frozenset(each[2] for each in state.draws) for state in states}
+                if c.DRAWS not in self.kinds or (
+                    len(shares) > 1 and not any(values.UNIFORM in each for each in shares)
+                ):
                     detail = f"the draws {states[0].draws} became {states[1].draws}"
                     self.methods.append(c.Method(name="effects", holds=False, detail=detail))
                     return self._refuted(c.Witness(method="effects", sizes=variant.shapes, detail=detail))
@@ -264,7 +267,9 @@ class _Check:
     def _side(self, module: GraphModule, given: Sequence[Any], state: State) -> list[tuple[int | str, Any]]:
         """The outputs of a graph, and its inputs after it ran."""
         own = inputs.taken(module, given)
-        with values.running(state):
+        with values.running(state), torch.random.fork_rng(devices=[]):
+            # What has no definition here draws by torch's own generator.
+            torch.manual_seed(self.seed)
             try:
                 outputs = interpret.run(module, own)
             except Unsupported as error:
@@ -273,6 +278,7 @@ class _Check:
                 own = inputs.taken(module, given)
                 state.lift = True
                 state.draws.clear()
+                state.seeds = 0
                 outputs = interpret.run(module, own)
         names = [node.name for node in sizes.placeholders(self.before)]
         written = [(name, v) for name, v in zip(names, own, strict=True) if isinstance(v, torch.Tensor)]
@@ -471,6 +477,12 @@ class _Check:
 def _said(error: BaseException) -> str:
     text = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
     return text.strip().partition("\n")[0][:300]
+
+
+def _drawn(state: State) -> tuple[list[Any], list[Any]]:
+    """The draws of a run: what is dropped in its order, and numbers by their seeds."""
+    dropped = [each[1:] for each in state.draws if each[2] != values.UNIFORM]
+    return dropped, sorted(each for each in state.draws if each[2] == values.UNIFORM)
 
 
 def _floating(value: Any) -> bool:

@@ -76,7 +76,7 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
         definition = METHODS.get(target)
         function: Any = definition or _method(target)
     else:
-        function = DEFINITIONS.get(target)
+        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target))
         if function is None and isinstance(target, torch._ops.HigherOrderOperator):
             function = _higher_order(target)
         function = function or target
@@ -293,6 +293,38 @@ def _native_dropout(x: Any, p: float, train: Any) -> Any:
     return (x / (1 - p)).masked_fill(~keep, 0.0), keep
 
 
+# ---- random numbers: the n-th seed of a program, drawn by itself or by the operator that uses it, is n
+
+
+def _seed(*_: Any) -> torch.Tensor:
+    return torch.tensor(values.seed())
+
+
+def _seeds(count: int, *_: Any) -> torch.Tensor:
+    return torch.tensor([values.seed() for _ in range(count)])
+
+
+def _random(size: Sequence[int], seed: Any, mode: str, **_: Any) -> torch.Tensor:
+    return values.drawn(mode, tuple(size), int(seed))
+
+
+def _integers(low: int, high: int, size: Sequence[int], seed: Any) -> torch.Tensor:
+    return values.drawn("randint", tuple(size), int(seed), low, high)
+
+
+def _number(mode: str) -> Definition:
+    def draw(size: Any, *_: Any, dtype: Any = None, **__: Any) -> Any:
+        like = size if isinstance(size, torch.Tensor) else None
+        made = values.drawn(mode, tuple(size if like is None else like.shape), values.seed())
+        return made.to(dtype or (torch.get_default_dtype() if like is None else like.dtype))
+
+    return draw
+
+
+def _integer(low: int, high: int, size: Sequence[int], *, dtype: Any = torch.int64, **_: Any) -> Any:
+    return values.drawn("randint", tuple(size), values.seed(), low, high).to(dtype)
+
+
 def _repeat_interleave(x: Any, repeats: Any, dim: Any = None, **_: Any) -> Any:
     if dim is None or isinstance(repeats, torch.Tensor):
         raise Unsupported("repeat_interleave of a tensor of numbers")
@@ -342,6 +374,14 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
     torch.dropout_: lambda x, p, train: dropout(x, p, train, True),
     _aten.dropout.default: lambda x, p, train: dropout(x, p, train),
     _aten.native_dropout.default: _native_dropout,
+    _aten.rand.default: _number("rand"),
+    _aten.randn.default: _number("randn"),
+    _aten.rand_like.default: _number("rand"),
+    _aten.randn_like.default: _number("randn"),
+    _aten.randint.default: lambda high, size, **rest: _integer(0, high, size, **rest),
+    _aten.randint.low: _integer,
+    torch.rand_like: _number("rand"),
+    torch.randn_like: _number("randn"),
     torch.repeat_interleave: _repeat_interleave,
     _aten.repeat_interleave.self_int: _repeat_interleave,
     torch._assert: _nothing,
@@ -351,6 +391,14 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
     torch.amp.autocast_mode._exit_autocast: _nothing,
 }
 """What a target of a node computes, where that is not to be asked from the target."""
+
+_INDUCTORS: Final[dict[str, Definition]] = {
+    "prims.inductor_seed.default": _seed,
+    "prims.inductor_seeds.default": _seeds,
+    "prims.inductor_random.default": _random,
+    "prims.inductor_randint.default": _integers,
+}
+"""The same for operators that Inductor registers when it is imported."""
 
 METHODS: Final[dict[str, Definition]] = {
     "repeat_interleave": _repeat_interleave,

@@ -32,6 +32,9 @@ class Unsupported(Exception):
     """The algebra can't follow a program, as when its sizes depend on data."""
 
 
+UNIFORM: Final = -1.0
+"""In place of a probability: a draw of numbers."""
+
 _INTO_CONSTANT: Final = "data is written into a constant of the program"
 
 
@@ -47,6 +50,7 @@ class State:
     Attributes:
         threshold: fills at or below it count as minus infinity.
         draws: the random draws so far, as their kind, number of elements and probability.
+        seeds: how many seeds were drawn so far.
         opaque: names of the operators that were not interpreted.
         degree: the largest degree of a numerator or denominator so far.
         compared: whether the order of two numbers was asked for.
@@ -57,6 +61,7 @@ class State:
 
     threshold: float = -math.inf
     draws: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
+    seeds: int = 0
     opaque: set[str] = dataclasses.field(default_factory=set)
     degree: int = 1
     compared: bool = False
@@ -1142,11 +1147,29 @@ def dropped(x: Any, p: float, kind: str = "dropout") -> tuple[Any, Any]:
 def kept(shape: tuple[int, ...], p: float, kind: str) -> torch.Tensor:
     """Which elements a draw keeps; recorded in the state."""
     draws = _state.get().draws
-    generator = torch.Generator().manual_seed(len(draws) * 7919 + 13)
+    generator = torch.Generator().manual_seed(sum(each[0] == kind for each in draws) * 7919 + 13)
     draws.append((kind, math.prod(shape), p))
     if _state.get().device.type == "meta":
         return torch.ones(shape, dtype=torch.bool, device="meta")
     return torch.rand(shape, generator=generator) >= min(max(p, 0.3), 0.6)
+
+
+def seed() -> int:
+    """The next seed of a program."""
+    state = _state.get()
+    state.seeds += 1
+    return state.seeds - 1
+
+
+def drawn(kind: str, shape: tuple[int, ...], seed: int, low: int = 0, high: int = 0) -> torch.Tensor:
+    """Random numbers of a seed; recorded in the state."""
+    _state.get().draws.append((f"{kind} {seed}", math.prod(shape), UNIFORM))
+    if _state.get().device.type == "meta":
+        return torch.empty(shape, dtype=torch.int64 if high else torch.float32, device="meta")
+    generator = torch.Generator().manual_seed(seed * 7919 + 29)
+    if high:
+        return torch.randint(low, high, shape, generator=generator)
+    return (torch.randn if kind == "randn" else torch.rand)(shape, generator=generator)
 
 
 @_define(_aten.native_dropout)

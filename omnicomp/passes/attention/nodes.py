@@ -26,6 +26,8 @@ _RANDOM: Final = (
     "multinomial",
     "normal",
     "rand_like",
+    "inductor_seed",
+    "inductor_seeds",
     "randn_like",
 )
 _IN_PLACE_OPERATORS: Final = frozenset(
