@@ -314,9 +314,8 @@ def _integers(low: int, high: int, size: Sequence[int], seed: Any) -> torch.Tens
 
 def _number(mode: str) -> Definition:
     def draw(size: Any, *_: Any, dtype: Any = None, **__: Any) -> Any:
-        like = size if isinstance(size, torch.Tensor) else None
-        made = values.drawn(mode, tuple(size if like is None else like.shape), values.seed())
-        return made.to(dtype or (torch.get_default_dtype() if like is None else like.dtype))
+        made = values.drawn(mode, tuple(getattr(size, "shape", size)), values.seed())
+        return made.to(dtype or getattr(size, "dtype", None) or torch.get_default_dtype())
 
     return draw
 
