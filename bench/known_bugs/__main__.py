@@ -1,6 +1,7 @@
 """Replays silent wrong results that were reported of torch.compile, and writes docs/known_bugs.md.
 
-Each program runs in eager, under Inductor, under omni as it is, and under omni with `verify="always"`. One that
+Each program runs in eager, under Inductor, under omni as it is, and under omni with `verify="always"` and
+`verify="inductor"`. One that
 Inductor has right today is run again with its fault planted, where it has a plant. Results go into a JSON Lines file,
 one for each version of torch; `--into` makes the page of all of them.
 
@@ -25,7 +26,7 @@ from report import page
 from torch.utils._pytree import tree_leaves
 
 import omnicomp  # noqa: F401 - registers the backend
-from omnicomp.timeline import current
+from omnicomp.timeline import Certified, current
 
 RIGHT = "right"
 # What each column compiles by; no backend is eager.
@@ -33,6 +34,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "inductor": {"backend": "inductor"},
     "omni": {"backend": "omni", "options": {"verdicts": "off"}},
     "verify": {"backend": "omni", "options": {"verdicts": "off", "verify": "always"}},
+    "passes": {"backend": "omni", "options": {"verdicts": "off", "verify": "inductor"}},
 }
 
 
@@ -71,6 +73,8 @@ def run(known: Bug, how: dict[str, Any] | None) -> Outcome:
         return Outcome(raised=type(error).__name__)
     reasons = [getattr(event, "reason", None) for event in current().events()[seen:]]
     codes = [reason.code for reason in reasons if reason is not None]
+    if any(isinstance(event, Certified) and event.verdict == "refuted" for event in current().events()[seen:]):
+        codes.append("verification_failed")
     return Outcome(leaves=leaves, told=next((code for code in codes if code == "verification_failed"), ""))
 
 

@@ -8,9 +8,9 @@ from programs import Bug
 _HEAD = """# Known bugs, replayed
 
 Silent wrong results that people reported of `torch.compile`, as small programs: what Inductor, omni as it is, and omni
-with `verify="always"` make of them today. `python bench/known_bugs` runs them, and wrote this page; the programs are in
-[programs.py](../bench/known_bugs/programs.py). Issues are of pytorch/pytorch, with their state and the versions they
-name as of November 2026. All of it ran on a CPU, faults that were seen on CUDA too.
+with `verify="always"` and `verify="inductor"` (*passes*) make of them today. `python bench/known_bugs` runs them, and
+wrote this page; the programs are in [programs.py](../bench/known_bugs/programs.py). Issues are of pytorch/pytorch, with
+their state and the versions they name as of November 2026. All of it ran on a CPU, faults that were seen on CUDA too.
 """
 
 _LEGEND = """
@@ -20,7 +20,7 @@ whether there are gradients, and strides where these are the fault. Errors count
 ([plants.py](../bench/known_bugs/plants.py)): what verification makes of it.
 """
 
-_COLUMNS = ("inductor", "omni", "verify")
+_COLUMNS = ("inductor", "omni", "verify", "passes")
 
 
 def page(bugs: Sequence[Bug], rows: Iterable[dict[str, Any]]) -> str:
@@ -59,7 +59,8 @@ def _summary(bugs: Sequence[Bug], version: str, rows: Sequence[dict[str, Any]]) 
         f"- {len(rows)} programs, {closed} of issues seen to be closed. "
         f"Inductor has {len(rows) - len(wrong)} right today.",
         f"- Of the {len(rest)} others, omni as it is has {_right(rest, 'omni')} right, and with verification "
-        f"{_right(rest, 'verify')}.",
+        f"{_right(rest, 'verify')}; with Inductor's own passes checked {_right(rest, 'passes')}, and with one of both "
+        f"{sum('right' in (row['verify'], row.get('passes')) for row in rest)}.",
         f"- {len(rounding)} more differ from eager by a rounding that eager makes and Inductor does not: that is no "
         'error for `verify`, and goes away with `numerics="eager"`.',
         f"- {len(planted)} faults that are gone were planted again: omni as it is has {_right(planted, 'omni')} right, "
@@ -69,7 +70,7 @@ def _summary(bugs: Sequence[Bug], version: str, rows: Sequence[dict[str, Any]]) 
 
 
 def _right(rows: Iterable[dict[str, Any]], column: str) -> int:
-    return sum(row[column] == "right" for row in rows)
+    return sum(row.get(column) == "right" for row in rows)
 
 
 def _took(row: dict[str, Any]) -> bool:
@@ -88,7 +89,7 @@ def _named(known: Bug) -> str:
 
 def _cell(row: dict[str, Any], column: str) -> str:
     said = row.get(f"{column} said", "")
-    return f"{row[column]}, found" if said else row[column]
+    return f"{row[column]}, found" if said else row.get(column, "")
 
 
 def _planted(row: dict[str, Any]) -> str:

@@ -358,6 +358,8 @@ def _higher_order(target: Any) -> Definition:
         return lambda *args, **_: _graph(args[skip], args[skip + 1 :])
     if name == "cond":
         return lambda pred, yes, no, args=(): _graph(yes if bool(pred) else no, args)
+    if name.startswith("auto_functionalized"):
+        return target
     raise Unsupported(f"the higher-order operator {name}")
 
 
@@ -392,6 +394,7 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
 """What a target of a node computes, where that is not to be asked from the target."""
 
 _INDUCTORS: Final[dict[str, Definition]] = {
+    "prims.fma.default": lambda a, b, c: a * b + c,
     "prims.inductor_seed.default": _seed,
     "prims.inductor_seeds.default": _seeds,
     "prims.inductor_random.default": _random,
