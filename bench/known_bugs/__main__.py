@@ -1,8 +1,8 @@
 """Replays silent wrong results that were reported of torch.compile, and writes docs/known_bugs.md.
 
 Each program runs in eager, under Inductor, under omni as it is, and under omni with `verify="always"` and
-`verify="inductor"`. One that Inductor has right today is run again with its fault planted, where it has a plant. Results
-go into a JSON Lines file, one for each version of torch; `--into` makes the page of all of them.
+`verify="inductor"`. One that Inductor has right today is run again with its fault planted, where it has a plant.
+Results go into a JSON Lines file, one for each version of torch; `--into` makes the page of all of them.
 
     python bench/known_bugs --json known-bugs-2.13.jsonl
     python bench/known_bugs --report known-bugs-2.11.jsonl known-bugs-2.13.jsonl --into docs/known_bugs.md
