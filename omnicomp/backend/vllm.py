@@ -41,6 +41,7 @@ def _interface() -> Any:
 
 
 _vllm: Final = _interface()
+_triton_folders: Final[list[str]] = []  # that adaptors chose: those of one model are not for the next
 _Base: Any = object if _vllm is None else _vllm.CompilerInterface
 
 
@@ -73,7 +74,9 @@ class OmniAdaptor(_Base):
         if not disable_cache:
             base = Path(cache_dir.removesuffix(prefix))
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(base / "inductor_cache")
-            os.environ.setdefault("TRITON_CACHE_DIR", str(base / "triton_cache"))
+            if os.environ.get("TRITON_CACHE_DIR") in (None, *_triton_folders):  # a user's stays as it is
+                os.environ["TRITON_CACHE_DIR"] = str(base / "triton_cache")
+                _triton_folders.append(str(base / "triton_cache"))
 
     def compute_hash(self, vllm_config: Any) -> str:
         """Of what changes code beside vLLM's own configuration: versions, sources, machine, overrides, settings."""

@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,13 +83,9 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     can_follow: bool = False
 
-    def to_text(self) -> str:
-        """The JSON form."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
     @classmethod
     def from_text(cls, text: str) -> "Plan":
-        """The inverse of `to_text`."""
+        """What `_text` wrote."""
         data: dict[str, Any] = json.loads(text)
         for name in ("environment", "decisions"):
             data[name] = tuple((str(a), str(b), str(c)) for a, b, c in data[name])
@@ -111,16 +107,15 @@ class Verdict:
     sentence: str = ""
     ranks: tuple[int, ...] = ()
 
-    def to_text(self) -> str:
-        """The JSON form."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def from_text(cls, text: str) -> "Verdict":
-        """The inverse of `to_text`."""
+        """What `_text` wrote."""
         data: dict[str, Any] = json.loads(text)
-        data["ranks"] = tuple(data["ranks"])
-        return cls(**data)
+        return cls(**{**data, "ranks": tuple(data["ranks"])})
+
+
+def _text(record: Plan | Verdict) -> str:
+    return json.dumps(dataclasses.asdict(record), sort_keys=True)
 
 
 _lock = new_lock()
@@ -407,7 +402,7 @@ def _meet(
     found: Job,
     about: _About,
     plan: Plan,
-    groups: Sequence[str] | dict[str, None],
+    groups: Iterable[str],
     policy: Policy,
     *,
     failed: bool,
@@ -421,7 +416,7 @@ def _meet(
     reason to compile again. Unless something failed, which is so on all ranks, or must not be.
     """
     key = (about.function, about.part)
-    digest = _hash(plan.to_text())
+    digest = _hash(_text(plan))
     signature = _hash(repr((list(map(without_sizes, plan.collectives)), plan.environment)))
     known = _agreed.setdefault(key, set())
     if digest in known or (signature in known and not failed):
@@ -435,7 +430,7 @@ def _meet(
     try:
         _know_keeper(found)
         if not found.has(f"{place}/{digest}"):
-            found.put(f"{place}/{digest}", plan.to_text())
+            found.put(f"{place}/{digest}", _text(plan))
         if policy.ranks == "warn":
             verdict = _seen(found, _arrived(found, place, digest, members))
         else:
@@ -501,15 +496,12 @@ def _arrived(found: Job, place: str, digest: str, members: dict[str, tuple[int, 
 def _seen(found: Job, waits: Sequence[_Wait]) -> Verdict:
     """Compare with who came first, the last to come with all, and wait for nobody."""
     for wait in waits:
-        verdict = _of_all(found, wait) if wait.last else _beside_first(found, wait)
+        rank, digest = wait.first
+        both = {found.rank: (wait.place, wait.digest), rank: (wait.place, digest)}
+        verdict = _of_all(found, wait) if wait.last else _compared(found, both)
         if verdict.state != _SAME:
             return dataclasses.replace(verdict, state="differs")
     return Verdict(state=_SAME)
-
-
-def _beside_first(found: Job, wait: _Wait) -> Verdict:
-    rank, digest = wait.first
-    return _compared(found, {found.rank: (wait.place, wait.digest), rank: (wait.place, digest)})
 
 
 def _of_all(found: Job, wait: _Wait) -> Verdict:
@@ -541,7 +533,7 @@ def _awaited(
             if some or verdict.state != _SAME:
                 if verdict.state in ("differs", "missing"):
                     for other in waits:  # those who share only another group with this rank hear of it, too
-                        found.settle(f"{other.at}/verdict", verdict.to_text())
+                        found.settle(f"{other.at}/verdict", _text(verdict))
                 return verdict
             waits.remove(wait)
         if waits:
@@ -594,7 +586,7 @@ def _settled(found: Job, wait: _Wait, verdict: Verdict, at: dict[int, tuple[str,
     for place in dict.fromkeys(place for place, _ in at.values()):
         here = tuple(sorted(rank for rank, (its, _) in at.items() if its == place))
         told = dataclasses.replace(verdict, ranks=here) if verdict.state == _SAME else verdict
-        held = Verdict.from_text(found.settle(f"{place}/{wait.group}/verdict", told.to_text()))
+        held = Verdict.from_text(found.settle(f"{place}/{wait.group}/verdict", _text(told)))
         verdict = held if place == wait.place else verdict
     return verdict
 

@@ -17,6 +17,7 @@ from processes import python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.split_module import split_module
 
 import omnicomp
 from omnicomp.backend import vllm
@@ -186,6 +187,24 @@ def test_equal_pieces_are_built_once(tmp_path: Path) -> None:
     assert len({id(first[0]), id(changed[0]), id(single[0])}) == 3
 
 
+def test_the_layers_of_a_model_share_one_build(tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for each in layers:
+            x = torch.nn.functional.silu(each(x)) * x
+        return x
+
+    graph = pieces(model, torch.randn(8, 4))[0]
+    starts = graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)
+    cut = split_module(graph, None, lambda node: sum(start <= node for start in starts), keep_original_order=True)
+    made = adaptor(tmp_path)
+    each = [made.compile(piece, of_range(piece), dict(EAGER), WHOLE, name) for name, piece in cut.named_children()]
+    assert len(each) == 3
+    assert each[1:] == each[:1] * 2
+    assert len(omnicomp.audit().graphs) == 1
+
+
 def test_a_piece_that_holds_a_tensor_is_not_shared(tmp_path: Path) -> None:
     made = adaptor(tmp_path)
     graphs = [captured()[0] for _ in range(2)]
@@ -220,6 +239,18 @@ def test_two_parts_of_a_model_share_the_compile_caches(tmp_path: Path) -> None:
     for prefix in ("backbone", "eagle_head"):
         adaptor(tmp_path / prefix, prefix)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor_cache")
+
+
+def test_each_model_has_its_folder_of_triton_kernels_unless_the_user_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    for model in ("one", "two"):
+        adaptor(tmp_path / model / "backbone", "backbone")
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / model / "triton_cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "named")
+    adaptor(tmp_path / "three")
+    assert os.environ["TRITON_CACHE_DIR"] == "named"
 
 
 def test_the_hash_is_of_what_changes_code(monkeypatch: pytest.MonkeyPatch) -> None:
