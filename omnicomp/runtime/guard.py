@@ -26,7 +26,7 @@ from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.analysis.random_state import SEEDED, SEEDS, GeneratorStates, default_generators, draws_at_random
 from omnicomp.errors import LoweringError, add_note, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
-from omnicomp.runtime.ranks import explain, fail
+from omnicomp.runtime.ranks import explain
 from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Reason
 from omnicomp.timeline.recorder import record_step_down
@@ -293,8 +293,7 @@ class Guard:
         if values is None:
             add_note(error, f"omnicomp: {self._name} raised; nothing else was tried: {sentence}")
             if self.obstacle is not None and self.obstacle.sentence.endswith(_COMMUNICATES):
-                fail(self.context.timeline, self.context.graph_id, error)
-                explain(error)
+                explain(self.context.timeline, self.context.graph_id, error)
             raise error
         no_memory = _is_out_of_memory(error)
         if no_memory:

@@ -111,7 +111,8 @@ class Verdict:
     def from_text(cls, text: str) -> "Verdict":
         """What `_text` wrote."""
         data: dict[str, Any] = json.loads(text)
-        return cls(**{**data, "ranks": tuple(data["ranks"])})
+        data["ranks"] = tuple(data["ranks"])
+        return cls(**data)
 
 
 def _text(record: Plan | Verdict) -> str:
@@ -150,31 +151,39 @@ def spans(module: GraphModule, values: Sequence[Any]) -> bool:
     return job() is not None and bool(groups_in(module) or groups_of_values(values))
 
 
-def fail(timeline: Timeline, graph: str, error: BaseException) -> None:
-    """Tell the other ranks that a graph ended with an error on this one."""
+def fail(timeline: Timeline, graph: str, error: BaseException, *causes: str) -> None:
+    """Tell the other ranks that a graph ended with an error on this one, and what this rank knows of its causes."""
     found = job()
     if found is None or isinstance(error, RanksError):
         return
-    _tell(found, _capture(timeline.events(graph.partition(":")[0])).function, graph, first_line(error))
+    function = _capture(timeline.events(graph.partition(":")[0])).function
+    _tell(found, function, graph, "; ".join((first_line(error), *causes)))
 
 
-def explain(error: BaseException) -> None:
-    """Add to the error of a collective what other ranks said before they ended."""
+def explain(timeline: Timeline, graph: str, error: BaseException) -> None:
+    """Add to the error of a call what other ranks said before they ended, and tell it to those that are left.
+
+    Not all ranks notice in a collective which one ended: some are left by those that noticed.
+    """
     found = job()
     if found is None or isinstance(error, RanksError):
         return
+    gone: list[str] = []
     try:
         first = found.get("failed")
         said = [_failure(first)] if first is not None and json.loads(first)["rank"] != found.rank else []
         keys = [f"process/{rank}" for rank in range(found.size)]
         processes = found.get_all(keys) or [found.get(key) for key in keys]
-        said += [_gone(rank, process) for rank, process in enumerate(processes) if process and is_gone(process)]
-        _heard(found)
+        pause = Pause(_GRACE)
+        while not gone and pause.waited < pause.limit:
+            gone = [_gone(rank, process) for rank, process in enumerate(processes) if process and is_gone(process)]
+            pause.sleep()  # the sockets of a process close before it is gone
     except RuntimeError as second:
         said = [f"the store of the job can't be asked: {first_line(second)}; {_keeper()}"]
-    for text in (f"omnicomp: {each}" for each in said):
+    for text in (f"omnicomp: {each}" for each in (*said, *gone)):
         if text not in getattr(error, "__notes__", ()):
             add_note(error, text)
+    fail(timeline, graph, error, *gone)
 
 
 def _tell(found: Job, function: str, graph: str, error: str) -> None:

@@ -19,7 +19,7 @@ from omnicomp.runtime.announced_inputs import difference
 from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.fallback_limit import within_budget
 from omnicomp.runtime.guard import Guard
-from omnicomp.runtime.ranks import EAGER, agree, explain, fail
+from omnicomp.runtime.ranks import EAGER, agree, explain
 from omnicomp.runtime.tf32 import with_tf32
 from omnicomp.runtime.verify import Verifier
 from omnicomp.safety.forks import new_lock
@@ -225,8 +225,7 @@ def wrap(
         except BaseException as error:
             raised()
             if agreed is not None:
-                fail(context.timeline, context.graph_id, error)
-                explain(error)
+                explain(context.timeline, context.graph_id, error)
             raise
         once()
         return outputs
@@ -245,8 +244,7 @@ def _explained(call: Boxed, context: LoweringContext) -> Boxed:
         try:
             return call(inputs)
         except BaseException as error:
-            fail(context.timeline, context.graph_id, error)
-            explain(error)
+            explain(context.timeline, context.graph_id, error)
             raise
 
     observed._boxed_call = True  # type: ignore[attr-defined]

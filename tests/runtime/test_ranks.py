@@ -140,6 +140,8 @@ try:
         if FAULTY:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.5)
+        is_gone, closing = ranks.is_gone, iter([False] * SIZE)  # its sockets close first
+        ranks.is_gone = lambda process: next(closing, True) and is_gone(process)
         value = compiled(x)
     result["equal"] = bool(torch.allclose(value, expected, atol=1e-5)) if value.shape == expected.shape else False
 except Exception as error:
