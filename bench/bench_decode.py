@@ -2,7 +2,7 @@
 
     python bench/bench_decode.py [--size 1b] [--batch 1] [--context 1024] [--spelling sdpa] [--generate] [--json FILE]
 
-Eager, Inductor, Inductor with `mode="reduce-overhead"` (on CUDA) and omni take turns in generating `--tokens` tokens,
+Eager, Inductor and omni, both also with `mode="reduce-overhead"` on CUDA, take turns in generating `--tokens` tokens,
 each from its own cache, which is set back before a turn. A token's time is wall time on CUDA, and the thread's CPU time
 with one thread on the CPU, which other processes do not disturb. The limit is the time in which the device copies as
 many bytes as a token has to read: all weights but the table of embeddings, and the keys and values that are filled;
@@ -119,9 +119,10 @@ def candidates(model: Any, arguments: argparse.Namespace) -> dict[str, Decoder]:
         "inductor": {"backend": "inductor"},
         "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
         "omni": {"backend": "omni"},
+        "omni, reduce-overhead": {"backend": "omni", "mode": "reduce-overhead"},
     }
     if arguments.device == "cpu":
-        del forms["reduce-overhead"]
+        del forms["reduce-overhead"], forms["omni, reduce-overhead"]
     made: dict[str, Decoder] = {}
     for name in arguments.only or forms:
         torch._dynamo.reset()

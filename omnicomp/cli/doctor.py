@@ -197,6 +197,7 @@ def _device_check(name: str, *, required: bool = False) -> Callable[[], Iterator
             return
         yield Check(name=label, status="ok", found=can)
         yield from _dtypes(device)
+        yield from _limits(device)
         yield _registered(device)
 
     return check
@@ -227,6 +228,20 @@ def _dtypes(device: Device) -> Iterator[Check]:
         found = f"{short(dtype)}: {instruction_set(dtype)}; {speed}, {speed.ratio:.2g} times as fast"
         todo = f'keep dtype_policy="keep" or "auto" here, rather than "{PRESET_OF[dtype]}"' if slow else ""
         yield Check(name=label, status="note" if slow else "ok", found=found, todo=todo)
+
+
+def _limits(device: Device) -> Iterator[Check]:
+    """What a GPU's memory and matrix units reach, measured once."""
+    if device.type != "cuda":
+        return
+    from omnicomp.devices.limits import limits
+
+    label = "limits of cuda"
+    try:
+        yield Check(name=label, status="ok", found=str(limits(torch.device("cuda", torch.cuda.current_device()))))
+    except RuntimeError as error:
+        todo = "run this again while nothing else uses the device"
+        yield Check(name=label, status="note", found=f"can't be measured ({first_line(error)})", todo=todo)
 
 
 def _registered(device: Device) -> Check:

@@ -128,7 +128,8 @@ class Policy:
     disable_passes: tuple[str, ...] = option(
         (),
         names(),
-        "names of passes to skip: `attention_fusion`, `dtype_policy`, `legalise`, or a repair such as `repair_losses`",
+        "names of passes to skip: `attention_fusion`, `dtype_policy`, `few_rows`, `legalise`, or a repair such as "
+        "`repair_losses`",
     )
     passes: tuple[Any, ...] | None = option(
         None,

@@ -15,6 +15,7 @@ from omnicomp.passes import registry
 from omnicomp.passes.attention_fusion import AttentionFusion
 from omnicomp.passes.base import Pass, PassContext, PassResult, digest, run_pipeline
 from omnicomp.passes.dtype_policy import DtypePass
+from omnicomp.passes.few_rows import FewRows
 from omnicomp.passes.legalise import Legalise
 from omnicomp.passes.registry import Plugin, plugins
 from omnicomp.passes.repairs import (
@@ -44,12 +45,14 @@ __all__ = [
 
 # First what the device lacks, so that the others see what will be computed in; and again, for what they put in.
 # Attention before dtypes: the dtype policy then lowers the fused operator, and leaves no softmax to keep in float32.
+# Few rows behind dtypes, which decide what the layers compute in.
 # Repairs of torch at the end, for what all of them leave.
 PIPELINE: Final[tuple[Pass, ...]] = (
     Legalise(),
     AttentionFusion(),
     DtypePass(),
     Legalise(),
+    FewRows(),
     RepairLosses(),
     RepairOut(),
     RepairDropout(),

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omnicomp._torch.inductor.triton_ops import REFERENCES
 from omnicomp.analysis.certify import values
 from omnicomp.analysis.certify.values import Residue, State, Unsupported
 
@@ -76,7 +77,7 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
         definition = METHODS.get(target)
         function: Any = definition or _method(target)
     else:
-        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target))
+        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target)) or REFERENCES.get(target)
         if function is None and isinstance(target, torch._ops.HigherOrderOperator):
             function = _higher_order(target)
         function = function or target

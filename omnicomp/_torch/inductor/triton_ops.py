@@ -1,0 +1,153 @@
+"""Operators whose kernels are Triton's: eager launches them from Python, and Inductor's code launches them by itself.
+
+To Inductor a custom operator is a call of Python in the middle of its code, which takes the host longer than a launch.
+Here the operator has a lowering that makes of it what torch makes of a kernel that a program calls. The operator stays
+one node up to there, so that the graph can be kept as text, run in eager and be compared.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import V
+from torch.library import Library
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+REFERENCES: Final[dict[Any, Callable[..., Any]]] = {}
+"""What each operator computes, in plain torch."""
+
+_library: Final = Library("omnicomp", "FRAGMENT")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buffer:
+    """Memory that kernels write to, and which is contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: made by `triton.jit`.
+        grid: how many programs.
+        warps: of a program.
+        stages: of the loads of a loop.
+        arguments: by name: tensors of the operator, buffers, numbers and constants.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    warps: int
+    stages: int = 3
+    arguments: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an operator does for tensors of these shapes and strides: launches in their order, and what they leave."""
+
+    results: Sequence[Buffer]
+    launches: Sequence[Launch]
+
+
+def define(schema: str, reference: Callable[..., Any], plan: Callable[..., Plan]) -> Any:
+    """An operator of the namespace `omnicomp` that has no derivative.
+
+    Args:
+        schema: it returns a tensor, or a list of them.
+        reference: what it computes, in plain torch; its kernel on the CPU, and on fake tensors.
+        plan: of the same arguments, in which only shapes, strides, dtypes and the device are looked at.
+
+    Returns:
+        The operator's overload.
+    """
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    operator = getattr(torch.ops.omnicomp, name).default
+    single = isinstance(operator._schema.returns[0].type, torch.TensorType)
+    REFERENCES[operator] = reference
+
+    def on_cuda(*args: Any) -> Any:
+        made = _launched(plan(*args), next(v for v in tree_leaves(args) if isinstance(v, torch.Tensor)).device)
+        return made[0] if single else made
+
+    def lowered(*args: Any) -> Any:
+        made = _lowered(plan, args)
+        return made[0] if single else made
+
+    def described(*args: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda made: made.new_empty(made.shape), reference(*args))
+
+    _library.impl(name, reference, "CPU")
+    _library.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"omnicomp::{name}", described, lib=_library)
+    if operator not in lowerings:
+        register_lowering(operator, type_promotion_kind=None)(lowered)
+    return operator
+
+
+def _launched(plan: Plan, device: torch.device) -> list[torch.Tensor]:
+    made: dict[Buffer, torch.Tensor] = {}
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Buffer):
+            return value
+        if value not in made:
+            made[value] = torch.empty(value.shape, dtype=value.dtype, device=device)
+        return made[value]
+
+    with torch.cuda.device(device):
+        for launch in plan.launches:
+            arguments = {name: real(value) for name, value in launch.arguments.items()}
+            _configured(launch.kernel, launch.warps, launch.stages)[launch.grid](**arguments)
+    return [real(each) for each in plan.results]
+
+
+def _lowered(plan: Callable[..., Plan], args: Sequence[Any]) -> list[Any]:
+    """The launches as nodes of Inductor's."""
+    fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
+    leaves, shape = tree_flatten(fakes)
+    boxes: dict[int, Any] = {}
+    for fake, box in zip(leaves, tree_leaves(list(args)), strict=True):
+        if isinstance(fake, torch.Tensor):
+            boxes[id(fake)] = ir.ExternKernel.require_exact_strides(box, fake.stride())
+    made: dict[Buffer, Any] = {}
+    empty: Any = lowerings[torch.ops.aten.empty_strided.default]
+    device = next(fake for fake in leaves if isinstance(fake, torch.Tensor)).device
+
+    def box_of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return boxes[id(value)]
+        if not isinstance(value, Buffer):
+            return value
+        if value not in made:
+            made[value] = empty(list(value.shape), None, dtype=value.dtype, device=device)
+        return made[value]
+
+    found = plan(*tree_unflatten(leaves, shape))
+    for launch in found.launches:
+        kernel = _configured(launch.kernel, launch.warps, launch.stages)
+        ir.UserDefinedTritonKernel(
+            kernel_idx=kernel_side_table.add_kernel(kernel),
+            grid=[(*launch.grid, *(1,) * (3 - len(launch.grid)))],
+            tma_descriptor_metadata={},
+            kernel_args={name: box_of(value) for name, value in launch.arguments.items()},
+        )
+    return [box_of(each) for each in found.results]
+
+
+@functools.cache
+def _configured(kernel: Any, warps: int, stages: int) -> Any:
+    """The kernel with one configuration, which is how Inductor is told of it."""
+    import triton  # pyright: ignore[reportMissingImports]
+
+    return triton.autotune(configs=[triton.Config({}, num_warps=warps, num_stages=stages)], key=[])(kernel)

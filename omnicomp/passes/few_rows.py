@@ -1,0 +1,164 @@
+"""Linear layers of few rows on CUDA: those that share an input become one kernel, which reads each weight where it is.
+
+A product of few rows takes as long as reading the weight. cuBLAS takes 5 µs however small the weight is, and reads a
+large one at 60 to 90 % of the memory's speed. On an H200, in bfloat16, the kernel for one row was faster for all 14
+weights that were measured (512 x 2048 to 32000 x 4096; 0.4 to 0.96 of cuBLAS' time), and the one for up to 16 rows
+where several layers share an input and are small together. No copy of the weights is made, so that nothing has to
+follow them.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils._pytree import tree_leaves
+
+from omnicomp._torch.dynamo.late_compile import is_subclass
+from omnicomp._torch.inductor import triton_ops
+from omnicomp._torch.inductor.triton_ops import Buffer, Launch, Plan
+from omnicomp.analysis.certify import NO_OVERFLOW, ROUNDING, Assumption
+from omnicomp.analysis.nodes import fake_value, insert_call, op_name
+from omnicomp.options.policy import Policy
+from omnicomp.passes.base import Pass, PassContext
+from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
+from omnicomp.passes.kernels import measured
+
+_HALF: Final = (torch.bfloat16, torch.float16)
+_MAX_ROWS: Final = 16
+_LAYERS: Final = 3  # of a launch
+_MIN_FEATURES: Final = 256
+# Elements of the weights of a launch for several rows: 20.6 µs for 2^25, where cuBLAS took 21.8, and 7 % more beyond.
+_MANY_WEIGHTS: Final = 1 << 25
+# Options with which Inductor has other kernels for products, which it fuses with what is around them.
+_TUNED: Final = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "freezing")
+
+
+def _reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    return [F.linear(x, weight, *biases[at : at + 1]) for at, weight in enumerate(weights)]
+
+
+def _plan(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Plan:
+    from omnicomp.passes.kernels import few_rows  # needs Triton
+
+    features = x.shape[-1]
+    rows = x.numel() // features
+    sizes = [weight.shape[0] for weight in weights]
+    results = [Buffer((*x.shape[:-1], size), x.dtype) for size in sizes]
+    arguments: dict[str, Any] = {"x": x, "K": features, "BIAS": bool(biases), "LAYERS": len(sizes)}
+    for name, given, none in (("w", weights, None), ("b", biases, None), ("o", results, None), ("N", sizes, 0)):
+        arguments |= {f"{name}{at}": given[at] if at < len(given) else none for at in range(_LAYERS)}
+    if rows == 1:
+        del arguments["N2"]
+        # Eight elements a thread: what was fastest, or within 8 % of that, for each weight.
+        block = 2048 if features > 2048 else min(1024, 1 << (features - 1).bit_length())
+        arguments["BK"] = block
+        launch = Launch(kernel=few_rows.one_row, grid=(sum(sizes),), warps=block // 256, arguments=arguments)
+    else:
+        outputs = 32
+        grid = (sum(-(-size // outputs) for size in sizes),)
+        arguments |= {"M": rows, "BN": outputs, "BK": 128}
+        launch = Launch(kernel=few_rows.few_rows, grid=grid, warps=4, stages=4, arguments=arguments)
+    return Plan(results=results, launches=[launch])
+
+
+LINEARS: Final = triton_ops.define(
+    "linears_of_few_rows(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]", _reference, _plan
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows(Pass):
+    """Computes linear layers of few rows in inference by kernels that read the weights at the memory's speed.
+
+    Attributes:
+        enabled: whether Inductor compiles the graph, and has no tuned kernels for products itself.
+    """
+
+    name: ClassVar[str] = "few_rows"
+    told: ClassVar[bool] = False
+    enabled: bool = True
+
+    def claims(self, context: PassContext) -> tuple[Assumption, ...]:
+        """The kernels sum in another order, in float32."""
+        return tuple(map(Assumption, (ROUNDING, NO_OVERFLOW)))
+
+    def of(self, policy: Policy) -> "FewRows":
+        """This pass with the options that the user's policy gives it."""
+        tuned = any(policy.inductor.get(key) for key in _TUNED)
+        return FewRows(enabled="inductor" in policy.lowerings and not tuned)
+
+    def applies(self, module: GraphModule, context: PassContext) -> bool:
+        """Whether the graph is inference on a GPU that the kernels were measured on."""
+        return (
+            self.enabled
+            and not context.training
+            and measured(context.device)
+            and any(map(_is_linear, module.graph.nodes))
+        )
+
+    def run(self, module: GraphModule, context: PassContext) -> PassResult:
+        """Replace the layers, those that share an input together."""
+        changed, scopes = changed_storages(module), Scopes(module)
+        groups: dict[Any, list[Node]] = {}
+        for node in module.graph.nodes:
+            if _is_linear(node) and _fits(node, changed) and node not in scopes.entered:
+                biased = len(node.args) > 2 and node.args[2] is not None
+                groups.setdefault((node.args[0], biased, scopes.number[node]), []).append(node)
+        done = False
+        place = {node: index for index, node in enumerate(module.graph.nodes)}
+        for (x, biased, _), layers in groups.items():
+            early = [node for node in layers if all(place[each] <= place[layers[0]] for each in node.all_input_nodes)]
+            for at in range(0, len(early), _LAYERS):
+                done |= self._replace(x, early[at : at + _LAYERS], biased, context)
+        return PassResult(module, done)
+
+    def _replace(self, x: Node, layers: Sequence[Node], biased: bool, context: PassContext) -> bool:
+        weights: list[Any] = [node.args[1] for node in layers]
+        biases: list[Any] = [node.args[2] for node in layers] if biased else []
+        rows = fake_value(x).numel() // fake_value(x).shape[-1]
+        elements = sum(fake_value(weight).numel() for weight in weights)
+        if rows > 1 and (len(layers) == 1 or elements > _MANY_WEIGHTS):
+            return False
+        made = insert_call(layers[0], LINEARS, (x, weights, biases))
+        detail = f"{rows} row{'s' * (rows > 1)}, {len(layers)} layer{'s' * (len(layers) > 1)}"
+        for at, node in enumerate(layers):
+            context.rewrite(self.name, "linear", node, target=str(LINEARS.name()), detail=detail)
+            node.target, node.args = operator.getitem, (made, at)
+        return True
+
+
+def _is_linear(node: Node) -> bool:
+    return node.op == "call_function" and op_name(node) == "torch.nn.functional.linear" and not node.kwargs
+
+
+def _fits(node: Node, changed: set[int]) -> bool:
+    """Whether the kernels take a layer, and nothing that it reads is written to in the graph."""
+    given = [value for value in node.args if value is not None]
+    if not all(isinstance(value, Node) for value in given):
+        return False
+    fakes = [fake_value(value) for value in given]
+    made = fake_value(node)
+    tensors = [leaf for leaf in tree_leaves([*fakes, made]) if isinstance(leaf, Tensor)]
+    if len(tensors) != len(given) + 1 or made.requires_grad or made.dtype not in _HALF:
+        return False
+    x, weight = fakes[:2]
+    return (
+        all(_is_plain(each) and each.dtype is made.dtype and each.device == made.device for each in tensors)
+        and weight.dim() == 2
+        and weight.shape[1] >= _MIN_FEATURES
+        and 1 <= x.numel() // x.shape[-1] <= _MAX_ROWS
+        and not any(storages(value) & changed for value in node.all_input_nodes)
+    )
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether a fake tensor is dense, of fixed sizes, and no wrapper of others."""
+    static = all(type(size) is int for size in value.shape)
+    plain = not is_subclass(value) and value.layout is torch.strided
+    return static and plain and value.numel() > 0 and value.is_contiguous() and not value.is_neg()

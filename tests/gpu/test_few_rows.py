@@ -1,0 +1,92 @@
+"""On a CUDA device: layers of few rows take their kernels, and are as near as eager's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recorded import events
+
+from omnicomp.devices import resolve_device
+from omnicomp.devices.limits import limits
+from omnicomp.passes.few_rows import LINEARS
+from omnicomp.passes.kernels import measured
+from omnicomp.timeline import Rewrite
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.inductor,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not measured(resolve_device("cuda")), reason="needs the GPU of the kernels"
+    ),
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def near(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether the error is not above eager's, but for one rounding of the largest value."""
+    errors = [(each.double() - exact).abs().max() for each in (found, eager)]
+    return bool(errors[0] <= errors[1] + exact.abs().max() * torch.finfo(found.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("features", [256, 2560, 8192])
+@pytest.mark.parametrize("sizes", [(100,), (2048, 512, 512)])
+def test_layers_are_as_near_as_eagers(dtype: torch.dtype, rows: int, features: int, sizes: tuple[int, ...]) -> None:
+    x, weights = random(rows, features, dtype=dtype), [random(size, features, dtype=dtype) for size in sizes]
+    for biases in ([], [random(size, dtype=dtype) for size in sizes]):
+        for at, found in enumerate(LINEARS(x, weights, biases)):
+            given = (weights[at], *biases[at : at + 1])
+            exact = F.linear(x.double(), *(each.double() for each in given))
+            assert near(found, F.linear(x, *given), exact)
+
+
+class Block(torch.nn.Module):
+    """A step of a decoder against a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(512, n, bias=False) for n in (512, 128, 128))
+        self.gate, self.up = (torch.nn.Linear(512, 1024, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(1024, 512, bias=False)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(1, 2, 1024, 64))
+        self.to("cuda", torch.bfloat16).eval()
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(x.shape[0], 1, -1, 64).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        self.keys.index_copy_(2, at, k)
+        self.values.index_copy_(2, at, v)
+        mask = torch.arange(1024, device="cuda")[None, None, None] <= at
+        mixed = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
+        x = x + mixed.transpose(1, 2).reshape(x.shape)
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_step_takes_the_kernels_and_waits_for_nothing(mode: str | None) -> None:
+    block, x = Block(), random(1, 1, 512)
+    step = torch.compile(block, backend="omni", mode=mode)
+    places = [torch.tensor([n], device="cuda") for n in (0, 1, 2, 3, 700, 1023)]
+    with torch.no_grad():
+        eager = [block(x, at) for at in places]
+        block.keys.zero_(), block.values.zero_()
+        for count, (at, expected) in enumerate(zip(places, eager, strict=True)):
+            if count > 2:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = step(x, at)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    made = [event.target for event in events(Rewrite)]
+    assert made.count("omnicomp::linears_of_few_rows") == 6
+
+
+def test_limits_are_measured_once() -> None:
+    found = limits(torch.device("cuda", 0))
+    assert found.bytes > 1e11
+    assert found.flops > 1e13
+    assert limits(torch.device("cuda", 0)) == found
