@@ -17,7 +17,8 @@ _LEGEND = """
 `right` is what eager returns: values within 2e-5 (2e-2 in half precision), dtypes, shapes, what inputs hold afterwards,
 whether there are gradients, and strides where these are the fault. Errors count: what eager refuses has to be refused.
 *Planted* is the fault of then, put back into Inductor's graph where Inductor has it right today
-([plants.py](../bench/known_bugs/plants.py)): what verification makes of it.
+([plants.py](../bench/known_bugs/plants.py)): what verification makes of it. *Passes* is empty where it was not run, as
+where Inductor is right.
 """
 
 _COLUMNS = ("inductor", "omni", "verify", "passes")
