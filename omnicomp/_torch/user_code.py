@@ -54,6 +54,12 @@ def user_operators(module: GraphModule) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def is_of_program(name: str) -> bool:
+    """Whether Python of the program stands behind an operator, by its name: an override's is the program's, too."""
+    namespace, _, rest = name.partition(".")
+    return bool(rest) and namespace not in _TORCHS and namespace not in ("omnicomp", "extern_kernels")
+
+
 def called_operator(node: Node) -> OpOverload | None:
     """The operator that a node of a graph after autograd calls and that is not torch's; None for others."""
     leaves = (node.target, *node.args[:1])  # what is functionalised has the operator as its first argument

@@ -31,6 +31,7 @@ from omnicomp.timeline import (
     Candidate,
     Capture,
     Certified,
+    CudaGraph,
     Event,
     Memory,
     NearMiss,
@@ -282,6 +283,7 @@ class _Row:
             timing=self.timing,
             memory=self.memory(),
             verifications=self.bounded.of("verifications"),
+            recordings=self.bounded.of("recordings"),
             left_out=self.bounded.left_out,
         )
 
@@ -346,7 +348,7 @@ class _Graph:
             self._retreat(event)
         elif isinstance(event, Ran):
             self._row(event.subgraph, event.part).run(event)
-        elif isinstance(event, (Timing, Memory, Verification)):
+        elif isinstance(event, (Timing, Memory, Verification, CudaGraph)):
             self._observed(event)
 
     def _attempt(self, event: Attempt) -> None:
@@ -361,7 +363,7 @@ class _Graph:
                 return
         self.bounded.count("attempts")
 
-    def _observed(self, event: Timing | Memory | Verification) -> None:
+    def _observed(self, event: Timing | Memory | Verification | CudaGraph) -> None:
         row = self.rows.get(event.subgraph)
         if row is None:
             if isinstance(event, Verification):
@@ -372,6 +374,8 @@ class _Graph:
             row.time(event)
         elif isinstance(event, Memory):
             row.sample(event)
+        elif isinstance(event, CudaGraph):
+            row.bounded.add("recordings", event)
         else:
             row.verify(event)
 

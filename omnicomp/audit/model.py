@@ -16,6 +16,7 @@ from omnicomp.timeline import (
     Calibration,
     Candidate,
     Certified,
+    CudaGraph,
     NearMiss,
     NodePlacement,
     Option,
@@ -295,6 +296,7 @@ class SubgraphAudit:
         timing: what its calls took; None if they were not timed.
         memory: memory around its calls; None if it was not sampled.
         verifications: what comparing an override with its reference gave, each outcome once.
+        recordings: whether its calls are recorded as CUDA graphs, for each combination of its sizes.
         raised: whether its first call raised, as the user's operators may.
         left_out: events that the report has no room for, by the name of the field that they would be in.
     """
@@ -334,6 +336,7 @@ class SubgraphAudit:
     timing: TimeUse | None = None
     memory: MemoryUse | None = None
     verifications: tuple[Verification, ...] = ()
+    recordings: tuple[CudaGraph, ...] = ()
     raised: bool = False
     left_out: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 

@@ -151,6 +151,8 @@ def _compile(
 
     by_inductor = uses_inductor(graph)
     patches = folded_nans.config_patches(partitioner.config_patches(graph.policy.inductor)) if by_inductor else {}
+    if by_inductor and graph.policy.records and graph.device.type == "cuda":
+        patches["triton.cudagraphs"] = True  # so that what can't be recorded, and where to cut, is found out
     # A restored part comes without the graph that it could be compared with, unless it is bundled. And torch looks it
     # up also for a partitioner of the user's that gives no key, which Inductor's own cache takes for a wish not to be
     # cached.

@@ -199,7 +199,7 @@ def _obstacle(graph: CapturedGraph, sharing: overlaps.Sharing) -> str:
         return "the option dtype_error measures on the inputs of a call"
     if policy.fallback is not None or policy.on_error == "raise":
         return "the options ask for errors while the graph is compiled"
-    if compile_fx.records_cudagraphs(policy.inductor):
+    if compile_fx.records_cudagraphs(policy.inductor) or (policy.records and graph.device.type == "cuda"):
         return "CUDA graphs are recorded in this process"
     return ""
 

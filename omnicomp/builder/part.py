@@ -4,6 +4,7 @@ The usual case comes first and costs nothing extra: a graph that goes wholly to 
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ from omnicomp.options.checks import engine_names
 from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.announced_inputs import announce
 from omnicomp.runtime.guard import Guard, beside_collectives, drawing_devices, obstacle, recorded_as_cudagraph
+from omnicomp.runtime.recording import record_calls
 from omnicomp.runtime.verify import Verifier
 from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import NodePlacement, Reason
@@ -245,6 +247,7 @@ class _Builder:
         record.emit_cache(result.lookups)
         if result.install is None:
             return result.call
+        install, result = result.install, record_calls(result, self._context, subgraph)
         if self._context.policy.on_error != "raise":
             held = self._inputs if self._context.part == "backward" else ()
             guard = self._guard(plain, self._inputs, subgraph, result, held)
@@ -259,7 +262,7 @@ class _Builder:
             repeatable=obstacle(plain) is None,
             announced=announce(self._inputs),
         )
-        result.install(wrapped.first, wrapped.later)
+        install(wrapped.first, wrapped.later)
         if why:
             result.compiled.unkept = why
         return not_kept(result.compiled) if self._failed else result.compiled
@@ -271,8 +274,7 @@ class _Builder:
             return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering=name)
         if name != MAIN.name:
             return None
-        recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
-        if context.policy.verify not in VERIFYING or recorded:
+        if context.policy.verify not in VERIFYING or recorded_by_torch(context):
             return None
         return Verifier(
             module=module,
@@ -297,7 +299,6 @@ class _Builder:
         earlier subgraph.
         """
         context = self._context
-        recorded = bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda"
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         return Guard(
             call=result.call,
@@ -305,7 +306,7 @@ class _Builder:
             build=lambda: EagerLowering().lower(put_references(copy_module(module)), inputs, context),
             overwritten=result.overwritten & set(names),
             obstacle=recorded_as_cudagraph(context.part_id)
-            if recorded
+            if recorded_by_torch(context)
             else obstacle(module, context.part) or beside_collectives(self._module),
             draws=drawing_devices(module),
             operators=user_operators(module),
@@ -402,7 +403,7 @@ class _Builder:
         record = self._record(plan, pieces)
         for index, run in enumerate(plan.runs):
             record.share(self._shared[_key(run.lowering, run.nodes)], index)
-        if compile_fx.disable_cudagraphs(self._context.inductor_kwargs):
+        if compile_fx.disable_cudagraphs(self._context.inductor_kwargs) and not self._context.records:
             emit_cudagraphs_off(self._context)
         results = [self._built[_key(run.lowering, run.nodes)] for run in plan.runs]
         record.emit_pieces([(result.artefact, seconds) for result, seconds in results])
@@ -412,6 +413,7 @@ class _Builder:
         wrapped: list[Wrapped] = []
         for index, (run, (result, _)) in enumerate(zip(plan.runs, results, strict=True)):
             subgraph, guard, verifier = record.subgraph_id(index), None, None
+            result = record_calls(result, self._context, subgraph)
             announced: list[list[Any]] = []
             if result.lowering != "eager":
                 piece = extract(self._module, run.nodes)  # the first was the lowering's to change
@@ -471,13 +473,22 @@ class _Builder:
                 ) from error
         return None
 
+    def _of_piece(self, piece: Piece) -> LoweringContext:
+        """The context with the inputs of a piece whose addresses stay."""
+        if not self._context.records:
+            return self._context
+        kwargs, placeholders = self._context.inductor_kwargs, self._module.graph.find_nodes(op="placeholder")
+        static = {placeholders[index] for index in kwargs.get("static_input_idxs", ())}
+        own = tuple(index for index, node in enumerate(piece.inputs) if node in static)
+        return dataclasses.replace(self._context, inductor_kwargs={**kwargs, "static_input_idxs": own})
+
     def _build_piece(self, builder: Lowering, piece: Piece, nodes: Sequence[Node], subgraph: str = "") -> None:
         start, key = time.perf_counter(), _key(builder.name, nodes)
-        shared = None
+        shared, context = None, self._of_piece(piece)
         with self._building(builder, subgraph, len(nodes)), self._tuning():
             try:
                 shared = share_regions(piece.module, self._context) if builder is MAIN and subgraph else Shared()
-                result = builder.lower(piece.module, piece.fake_inputs, self._context)
+                result = builder.lower(piece.module, piece.fake_inputs, context)
             except CONTROL_FLOW:
                 raise
             except Exception as error:
@@ -485,8 +496,13 @@ class _Builder:
                     raise
                 shared = Shared(left_whole=left_whole(f"the build failed: {first_line(error)}"))
                 piece = extract(self._module, nodes)
-                result = builder.lower(piece.module, piece.fake_inputs, self._context)
+                result = builder.lower(piece.module, piece.fake_inputs, context)
         self._built[key], self._shared[key] = (result, time.perf_counter() - start), shared
+
+
+def recorded_by_torch(context: LoweringContext) -> bool:
+    """Whether torch records the part as a CUDA graph, whose results are the recording's memory."""
+    return bool(context.inductor_kwargs.get("cudagraphs")) and context.device.type == "cuda" and not context.records
 
 
 def _untunable(error: BaseException) -> Reason:

@@ -32,6 +32,7 @@ from omnicomp.lowerings.override import PlannedCall, override_of, planned, plann
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.tag import matched_at
 from omnicomp.runtime.evidence import FirstCallObserver
+from omnicomp.runtime.recording import record_calls
 from omnicomp.runtime.wrappers import wrap
 from omnicomp.timeline import (
     Attempt,
@@ -358,8 +359,9 @@ def replay(kept: compile_fx.Kept, context: LoweringContext, compiled: Any, cache
         compiled: the restored graph.
         cache: what restored it.
     """
-    result = whole_executable(compiled)
     subgraph, guard = f"{context.part_id}.0", None
+    restored = dataclasses.replace(whole_executable(compiled), recordable=kept.recordable)
+    result = record_calls(restored, context, subgraph)
     subgraphs, overrides = read_record(
         kept.record, context, compile_fx.artefact_key(compiled), {subgraph: result.artefact}, cache=cache
     )

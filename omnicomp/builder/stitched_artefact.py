@@ -144,7 +144,7 @@ def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], L
     data: dict[str, Any] = json.loads(compiled.text)
     where = context(data["part"])
     results = [_restored(piece, compiled.graphs.get(index)) for index, piece in enumerate(data["pieces"])]
-    if recorded:
+    if recorded and not where.records:
         emit_cudagraphs_off(where)
     artefacts = {f"{where.part_id}.{index}": result.artefact for index, result in enumerate(results)}
     key = compile_fx.artefact_key(compiled)

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp._torch.inductor.recordable import Recordable
 from omnicomp.analysis.provenance import Places
 from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
@@ -110,6 +111,11 @@ class LoweringContext:
         return self.graph.id
 
     @property
+    def records(self) -> bool:
+        """Whether compiled graphs may be recorded by the option `cudagraphs`."""
+        return self.policy.records and self.device.type == "cuda"
+
+    @property
     def part_id(self) -> str:
         """Id of the part, for example `g0.forward`."""
         return f"{self.graph_id}.{self.part}"
@@ -133,6 +139,7 @@ class Executable:
         overwritten: names of inputs that a call may write to once it is through with them.
         lookups: what the compile cache was asked for it, and answered.
         compiled: the compiler's own object, if it has one; what the caches keep.
+        recordable: what of it can be recorded as CUDA graphs, where the option `cudagraphs` asks for that.
         install: puts a first call, and what to ask for later ones, into the compiler's own object; None if calls don't
             go through it.
     """
@@ -146,6 +153,7 @@ class Executable:
     generated: str = ""
     lookups: tuple[Lookup, ...] = ()
     compiled: Any = None
+    recordable: Recordable | None = None
     install: Callable[[Callable[[list[Any]], Any], Callable[[], Callable[..., Any]]], None] | None = None
 
 

@@ -11,6 +11,7 @@ from omnicomp._torch.autograd.decompose import with_decompositions
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.group_casts import cast_together
+from omnicomp._torch.inductor.recordable import Recordable
 from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
@@ -38,18 +39,22 @@ class InductorLowering:
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
         """Build one subgraph of a part that has more than one executable.
 
-        CUDA graphs stay off here: a recorded graph of one piece would have to know the memory of its neighbours.
+        Torch's own CUDA graphs stay off here: a recorded graph of one piece would have to know the memory of its
+        neighbours. By the option `cudagraphs` pieces for inference are recorded, since all that they return is copied.
         """
         output = next(iter(reversed(module.graph.nodes)))
         predicted = [fake_value(value) for value in output.args[0]]
         if context.undecomposed:
             module = with_decompositions(module, inputs, context.part)
         kwargs = dict(context.inductor_kwargs)
-        kwargs.update(cudagraphs=compile_fx.no_cudagraphs(), static_input_idxs=())
+        found: list[Recordable] | None = [] if context.records and context.part == "inference" else None
+        static = () if found is None else kwargs.get("static_input_idxs", ())
+        kwargs.update(cudagraphs=compile_fx.cudagraphs_box(found is not None), static_input_idxs=static)
         lookups: list[Lookup] = []
         with compile_fx.subgraph_context(inputs):
-            compiled = compile_fx.compile_part(module, inputs, "", lookups, **kwargs)
+            compiled = compile_fx.compile_part(module, inputs, "", lookups, found=found, **kwargs)
         result = executable(compiled)
+        result.recordable = next(iter(found or ()), None)
         result.lookups, result.call = tuple(lookups), compile_fx.direct(compiled)
         if any(map(depends_on_data, predicted)):
             layouts, run = list(map(layout_of, predicted)), result.call
@@ -65,8 +70,10 @@ class InductorLowering:
         if context.part != "inference" and context.policy.dtype_policy.rewrites:
             cast_together(module.graph)
         lookups: list[Lookup] = []
-        compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, **context.inductor_kwargs)
-        return dataclasses.replace(whole_executable(compiled), lookups=tuple(lookups))
+        found: list[Recordable] | None = [] if context.records else None
+        compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, found, **context.inductor_kwargs)
+        recordable = next(iter(found or ()), None)
+        return dataclasses.replace(whole_executable(compiled), lookups=tuple(lookups), recordable=recordable)
 
 
 def _negated(node: Node, name: str) -> Support:

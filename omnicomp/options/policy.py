@@ -45,6 +45,8 @@ VERIFYING: Final = ("first", "always")
 _ROUNDING: Final = ("emulate_precision_casts", "eager_numerics.division_rounding")
 """Inductor's keys for eager's rounding."""
 _CHOOSE: Final = ("tuned", "measure")
+_CUDAGRAPHS: Final = ("triton.cudagraphs", "triton.cudagraph_trees", "cudagraph_policy")
+"""Inductor's keys for CUDA graphs."""
 _WITHOUT_EFFECT: Final = ("build_seconds",)  # for one release
 
 
@@ -178,6 +180,21 @@ class Policy:
         "regions of a graph that repeat, such as the layers of a transformer, are built once and called as often as "
         'they occur, on the CPU, where that saves two seconds or more and costs no fusion; `"always"`: on other '
         'devices, too, where their calls were not measured; `"never"`: each is built',
+    )
+    cudagraphs: str = option(
+        "never",
+        choice("auto", "always", "never"),
+        '`"auto"`: a compiled graph on CUDA whose replays as a CUDA graph are measured to be faster than its calls is '
+        "recorded. What a call returns is copied, so that no later one overwrites it. Not run on a device yet. "
+        '`"always"`: without measuring; `"never"`: only as Inductor\'s own `triton.cudagraphs` and '
+        '`mode="reduce-overhead"` do, which go before this option. See [ADR 23](adr/0023-cuda-graphs-by-themselves.md)',
+    )
+    cudagraphs_bytes: int | None = option(
+        None,
+        count,
+        "the memory that these recordings may hold; without it, a tenth of the most that the process has needed, and "
+        "at least 256 MiB. What would hold more runs without",
+        in_digest=False,
     )
     max_builds: int = option(
         24,
@@ -342,6 +359,7 @@ class Policy:
     # These are no options: `parse` makes them of `lowerings`, of the mode, and of Inductor's keys.
     choose: str = "off"
     rules: tuple[Rule, ...] = ()
+    records: bool = False  # whether calls are recorded by `cudagraphs`, and not by Inductor's own options
     mode: str = "default"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
@@ -400,6 +418,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
         patches = inductor.config_patches(mode, passed_on)
     except RuntimeError as error:
         raise OptionError(f"Inductor refuses the options: {error}") from None
+    # Looked at here, since a graph that is to be recorded is compiled with Inductor's option on.
+    by_inductor = inductor.cudagraphs_configured() or any(name in patches for name in _CUDAGRAPHS)
+    own["records"] = own.get("cudagraphs", "never") != "never" and not by_inductor
     return Policy(mode=mode, inductor=patches, **own)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Candidate",
     "Capture",
     "Certified",
+    "CudaGraph",
     "Event",
     "Memory",
     "NearMiss",
@@ -752,6 +753,33 @@ class Timing(Event):
     calls: int
     seconds: float
     fastest: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CudaGraph(Event):
+    """Whether the calls of a subgraph are recorded as CUDA graphs, for one combination of its sizes.
+
+    Attributes:
+        part: `forward`, `backward` or `inference`.
+        subgraph: its id.
+        state: `recorded` or `plain`.
+        sizes: the values of its symbolic sizes.
+        plain_seconds: median time of a plain call on the stream; 0 if it was not measured.
+        recorded_seconds: the same of a replay, with the copies that it needs.
+        bytes: memory of all recordings of the device at that moment.
+        copied_bytes: what each replay copies, so that nothing that it returns is overwritten.
+        reason: why it is not recorded.
+    """
+
+    part: str
+    subgraph: str
+    state: str
+    sizes: tuple[int, ...] = ()
+    plain_seconds: float = 0.0
+    recorded_seconds: float = 0.0
+    bytes: int = 0
+    copied_bytes: int = 0
+    reason: Reason | None = None
 
 
 EVENT_TYPES: Final[dict[str, type[Event]]] = {cls.type: cls for cls in Event.__subclasses__()}

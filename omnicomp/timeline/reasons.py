@@ -32,6 +32,7 @@ CODES: Final[dict[str, str]] = {
     "shared_memory": "inputs that a graph writes to share memory otherwise than when it was compiled",
     "weights_changed": "a weight that was built into an executable has changed since",
     "engine_crashed": "the process that tried an engine on the subgraph died; no longer recorded",
+    "not_recorded": "the calls of a subgraph are not recorded as CUDA graphs",
     "slower": "another candidate was measured to be faster",
     "left_whole": "regions that repeat could not be built once, or it would not pay",
     "verification_failed": "a result was farther from a higher precision than eager's own",

@@ -21,6 +21,7 @@ from omnicomp.timeline import (
     Candidate,
     Capture,
     Certified,
+    CudaGraph,
     Event,
     Memory,
     NearMiss,
@@ -91,6 +92,7 @@ EVENTS: list[Event] = [
     Agreement(graph="g0", part="forward", state="differs", ranks=(1, 3), seconds=0.5, reason=WHY),
     Stage(graph="g0", stage="lowering", seconds=0.5, part="forward"),
     Timing(graph="g0", part="forward", subgraph="g0.forward.0", device="cpu", calls=4, seconds=0.5, fastest=0.1),
+    CudaGraph(graph="g0", part="forward", subgraph="g0.forward.0", state="plain", sizes=(4,), reason=WHY),
     Boundary(graph="g0", part="forward", source="g0.forward.0", target="g0.forward.1", tensors=2, bytes="4*s0"),
 ]
 

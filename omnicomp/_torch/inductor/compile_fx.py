@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch._inductor.utils import BoxedBool
 
 from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
+from omnicomp._torch.inductor.recordable import VISIBLE_KEY, Recordable, recordables, unrecorded, visible_outputs
 from omnicomp._torch.repairs.while_lowered import inductor_repaired
 
 __all__ = [
@@ -45,6 +47,8 @@ __all__ = [
     "compile_part",
     "config_keys",
     "config_patches",
+    "cudagraphs_box",
+    "cudagraphs_configured",
     "direct",
     "disable_cudagraphs",
     "external_kernels",
@@ -79,6 +83,7 @@ class Kept:
     record: str | None
     fallback: bytes
     recorded: bool
+    recordable: Recordable | None = None
 
 
 @functools.cache
@@ -115,6 +120,12 @@ def freezing(patches: Mapping[str, Any]) -> bool:
 def records_cudagraphs(patches: Mapping[str, Any]) -> bool:
     """Whether CUDA graphs are recorded where that is possible."""
     return bool(patches.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
+
+
+def cudagraphs_configured() -> bool:
+    """Whether Inductor's global configuration asks for CUDA graphs, or for a policy of them."""
+    config: Any = torch._inductor.config
+    return bool(config.triton.cudagraphs) or getattr(config, "cudagraph_policy", None) is not None
 
 
 def fallback_random(patches: Mapping[str, Any]) -> bool:
@@ -161,6 +172,9 @@ def reset_cudagraphs() -> None:
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()
+    own = sys.modules.get("omnicomp._torch.inductor.cuda_graphs")
+    if own is not None:
+        own.reset()
 
 
 def compile_part(
@@ -169,6 +183,7 @@ def compile_part(
     record: str,
     lookups: list[Lookup],
     fallback: bytes = b"",
+    found: list[Recordable] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Build one post-autograd graph with Inductor, with `record` and `fallback` travelling in the artefact.
@@ -183,6 +198,7 @@ def compile_part(
         lookups: gets what Inductor's graph cache was asked.
         fallback: what it takes to run the graph another way (`fallbacks.dumps`); bytes, of which torch copies only the
             beginning into the lines that it keeps of a key.
+        found: if torch shall not record the graph, what can be recorded of it is put here.
         kwargs: what `compile_fx` passes to its inner compile.
 
     Returns:
@@ -193,7 +209,10 @@ def compile_part(
     """
     separate_outputs(module.graph)
     before = counts()
-    with observer_paused(), inductor_repaired():
+    if found is not None:
+        kwargs[VISIBLE_KEY] = visible_outputs(part_name(kwargs))
+    recording = contextlib.nullcontext() if found is None else recordables(found)
+    with observer_paused(), inductor_repaired(), recording:
         compiled = compile_fx_inner(module, inputs, **{_ARTEFACT_KEY: record, _FALLBACK_KEY: fallback}, **kwargs)
     lookup = graph_lookup(compiled, before)
     if lookup is not None:
@@ -228,14 +247,15 @@ def on_artefact_loaded(callback: Callable[[CompiledFxGraph, Kept], None]) -> Gen
     def post_compile(
         self: CompiledFxGraph, example_inputs: Any, constants: Any, graph_kwargs: Mapping[str, Any]
     ) -> None:
-        original(self, example_inputs, constants, graph_kwargs)  # type: ignore[arg-type]
+        recordable = unrecorded(original, self, example_inputs, constants, graph_kwargs)
         if not getattr(_paused, "value", False):
             fx_kwargs: Mapping[str, Any] = self.fx_kwargs or {}
             kept = Kept(
                 part=part_name(fx_kwargs),
                 record=fx_kwargs.get(_ARTEFACT_KEY),
                 fallback=fx_kwargs.get(_FALLBACK_KEY, b""),
-                recorded=bool(graph_kwargs.get("cudagraphs")) and "cuda" in self.device_types,
+                recorded=bool(graph_kwargs.get("cudagraphs")) and "cuda" in self.device_types and recordable is None,
+                recordable=recordable,
             )
             callback(self, kept)
 
@@ -383,9 +403,14 @@ def has_inductor(device_type: str) -> bool:
     return get_scheduling_for_device(device_type) is not None
 
 
+def cudagraphs_box(on: bool) -> Any:
+    """The box that tells Inductor whether to record CUDA graphs for a graph."""
+    return BoxedBool(on)
+
+
 def no_cudagraphs() -> Any:
-    """The box that tells Inductor not to record CUDA graphs for a graph."""
-    return BoxedBool(False)
+    """The same for none."""
+    return cudagraphs_box(False)
 
 
 def disable_cudagraphs(kwargs: Mapping[str, Any]) -> bool:

@@ -172,6 +172,7 @@ const DETAILS = {
           ? `peak ${bytes(row.memory[2])}, before ${bytes(row.memory[1])} (${row.memory[0]} calls, ${row.memory[3]})`
           : "",
       ],
+      ["CUDA graphs", row.graphs.join("; ")],
       [
         "kernels",
         Object.entries(row.kernels)

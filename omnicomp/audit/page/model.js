@@ -41,6 +41,7 @@ const ROWS = DATA.rows.map((row, index) => {
     build: 0,
     timing: [],
     memory: [],
+    graphs: [],
     attempts: [],
     retreats: [],
     runs: [],

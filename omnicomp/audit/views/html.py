@@ -150,6 +150,7 @@ def _row(row: SubgraphAudit, graph: GraphAudit, number: int, reasons: _Reasons) 
         "build": row.seconds,
         "timing": [timing.calls, timing.mean, timing.fastest, timing.device] if timing else [],
         "memory": [memory.calls, memory.before_bytes, memory.peak_bytes, memory.device] if memory else [],
+        "graphs": [rows.recording_line(each) for each in row.recordings],
         "attempts": [
             [a.lowering, a.ok, a.selected, reasons.number(a.reason), a.skipped, a.seconds, a.artefact]
             for a in row.attempts

@@ -160,7 +160,19 @@ def _kind(data: Any, kinds: Any, where: str) -> Any:
 
 # What a run leaves behind on a disk or reads off a clock; a cold and a warm start differ in nothing else.
 _VOLATILE: Final = frozenset(
-    {"seconds", "artefact", "evidence", "caches", "calibrations", "events", "verifications", "time", "timing", "memory"}
+    {
+        "seconds",
+        "artefact",
+        "evidence",
+        "caches",
+        "calibrations",
+        "events",
+        "verifications",
+        "recordings",
+        "time",
+        "timing",
+        "memory",
+    }
     | {"stages", "compile_seconds", "candidates", "pid", "rank", "ranks", "processes", "skipped"}
     | {"run", "last", "unread", "unfinished", "background", "artefacts"}
 )

@@ -9,6 +9,7 @@ from omnicomp.timeline import (
     Cache,
     Calibration,
     Certified,
+    CudaGraph,
     NearMiss,
     PassRun,
     Reason,
@@ -165,6 +166,17 @@ def duration(seconds: float) -> str:
     if seconds < 0.001:
         return "< 1 ms"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def recording_line(event: CudaGraph) -> str:
+    """Whether calls are recorded as CUDA graphs, what that saves, costs and holds, or why they are not."""
+    at = f" for the sizes {', '.join(map(str, event.sizes))}" if event.sizes else ""
+    took = f"{1e6 * event.plain_seconds:.0f} us a call, {1e6 * event.recorded_seconds:.0f} us replayed"
+    measured = took if event.plain_seconds else "not measured"
+    if event.reason is not None:
+        return f"{event.reason.sentence}{at} ({measured})"
+    held = f"{event.bytes / 1e6:.1f} MB held on the device, {event.copied_bytes / 1e6:.3f} MB copied in each call"
+    return f"calls are recorded as CUDA graphs{at}: {measured}, {held}"
 
 
 def status(row: SubgraphAudit) -> str:

@@ -1,0 +1,191 @@
+"""Torch's trees of CUDA graphs (`cudagraph_trees`) where what is held is never overwritten.
+
+Torch begins a generation with each call of a compiled function, and takes the memory of the one before from whoever
+still holds it. These trees have no generations: a recording whose tensors live is followed by another one in memory of
+its own, as torch does within a generation, and a tree begins anew once nothing of it is held.
+
+They are a manager beside torch's own, so that functions compiled with `mode="reduce-overhead"` are not touched.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch._inductor.cudagraph_trees import (
+    CompilationMode,
+    CUDAGraphNode,
+    CUDAGraphTreeManager,
+    CUDAWarmupNode,
+    get_cudagraph_segments,
+)
+from torch._inductor.cudagraph_utils import FunctionID, WrappedFunction
+
+from omnicomp._torch.inductor.recordable import Boxed, Piece
+from omnicomp.safety.forks import new_lock
+
+_MODES: Final = {
+    "forward": CompilationMode.FORWARD,
+    "backward": CompilationMode.BACKWARD,
+    "inference": CompilationMode.INFERENCE,
+}
+
+
+class Trees(CUDAGraphTreeManager):
+    """The recordings of one device, in one memory pool.
+
+    Attributes:
+        lock: held during a call that may record or replay.
+        work: how many warm-ups and recordings there were: calls that were slower than a plain one.
+        nodes: how many recordings there are.
+        failure: why nothing can be recorded any more; empty if it can.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        super().__init__(device_index)
+        self.lock = threading.Lock()  # not reentrant: a graph that another one's operator calls runs plainly
+        self.work = 0
+        self.nodes = 0
+        self.failure = ""
+        self._pointers: set[int] = set()
+        self._thread: weakref.ref[threading.Thread] | None = None
+        self._used_on = torch.cuda.current_stream(device_index)
+        self._recording = False
+
+    def can_start_new_generation(self) -> bool:
+        """Never: a tree ends when nothing of it is held."""
+        return False
+
+    def check_warn_on_unable_to_start_executing(self, function_id: FunctionID) -> None:
+        """Torch warns of what is the rule here."""
+
+    def refuses(self, part: str) -> str:
+        """Why a call must not use the recordings now; empty if it may."""
+        if self.failure:
+            return self.failure
+        if torch.cuda.current_stream(self.device_index) != self._used_on:
+            return "it is called on another stream than the recordings"
+        if part != "backward":  # which autograd calls in a thread of its own
+            owner, thread = self._thread and self._thread(), threading.current_thread()
+            if isinstance(thread, threading._DummyThread):  # type: ignore[attr-defined]
+                return "it is called in a thread of autograd, or one that Python did not start"
+            if owner is None or not owner.is_alive():
+                self._thread = weakref.ref(thread)
+            elif owner is not thread:
+                return "it is called in another thread than the recordings"
+        return ""
+
+    def recorded(self, piece: Piece, model: Boxed) -> Boxed:
+        """The function, which is warmed up in its first call, recorded in its second, and replayed in others."""
+        id = self.new_func_id()
+        self.ids_to_stack_traces[id] = None
+        placeholders: Any = piece.placeholders
+        self.ids_to_funcs[id] = WrappedFunction(
+            model, list(piece.static), id, piece.constants, placeholders, piece.mutated
+        )
+        self.id_to_mode[id] = _MODES[piece.part]
+        self.id_to_compile_id[id] = None
+        run = functools.partial(self.run, function_id=id)
+
+        def call(inputs: list[Any]) -> Sequence[Any]:
+            if self.failure:
+                return model(inputs)
+            held = list(inputs)  # so that no recording writes over what its caller may go on to hold
+            try:
+                return run(inputs)
+            except Exception as error:
+                if not self._recording:  # a warm-up: the error is the program's
+                    raise
+                self._recording = False
+                self.failure = f"recording failed: {str(error).partition(chr(10))[0]}"
+                return model(held)
+
+        return call
+
+    def record_function(self, new_inputs: list[Any], function_id: FunctionID) -> Any:
+        """Record, and note which memory is the pool's."""
+        self._recording = True
+        outputs = super().record_function(new_inputs, function_id)
+        self._recording = False
+        self.nodes += 1
+        self._note()
+        return outputs
+
+    def run_eager(self, new_inputs: list[Any], function_id: FunctionID) -> Any:
+        """Warm up, and note which memory is the pool's."""
+        outputs = super().run_eager(new_inputs, function_id)
+        self._note()
+        return outputs
+
+    def _note(self) -> None:
+        self.work += 1
+        node = self.current_node
+        if isinstance(node, (CUDAGraphNode, CUDAWarmupNode)):
+            self._pointers.update(ref.data_ptr() for ref in node.outputs_weakrefs if ref is not None)
+
+    def owns(self, address: int) -> bool:
+        """Whether memory belongs to the pool, by the address where its storage begins."""
+        return address in self._pointers
+
+    def bytes_held(self) -> int:
+        """Size of the pool."""
+        return sum(segment["total_size"] for segment in get_cudagraph_segments(self.cuda_graphs_thread_pool))
+
+    def bytes_allowed(self) -> int:
+        """A tenth of what the program has needed at most."""
+        return torch.cuda.max_memory_allocated(self.device_index) // 10
+
+    def live(self) -> bool:
+        """Whether anybody holds a tensor of the pool."""
+        return self.current_node is not None and not self.current_node.all_outputs_are_dead()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream, for times between two."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device_index))
+        return event
+
+
+_trees: Final[weakref.WeakValueDictionary[int, Trees]] = weakref.WeakValueDictionary()
+_retired: Final[list[Trees]] = []
+_making: Final = new_lock()
+
+
+def capturing() -> bool:
+    """Whether the program records a CUDA graph of its own now."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def trees_of(device: int) -> Trees:
+    """The trees of a device, which live as long as what they record."""
+    found = _trees.get(device)
+    if found is not None and not found.failure:
+        return found
+    with _making:
+        found = _trees.get(device)
+        if found is None or found.failure:
+            for each in [each for each in _retired if not each.live()]:
+                _retired.remove(each)
+                each.shutdown()
+            if found is not None:
+                retire(found)
+            found = _trees[device] = Trees(device)
+        return found
+
+
+def retire(trees: Trees) -> None:
+    """Have new recordings begin in a new pool; the memory of the old one is freed when nothing of it is held."""
+    _trees.pop(trees.device_index, None)
+    trees.failure = trees.failure or "the recordings were dropped"
+    if trees.live():
+        _retired.append(trees)
+    else:
+        trees.shutdown()
+
+
+def reset() -> None:
+    """Forget all recordings."""
+    for trees in list(_trees.values()):
+        retire(trees)

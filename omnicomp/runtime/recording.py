@@ -1,0 +1,347 @@
+"""CUDA graphs that record themselves: a compiled graph is recorded if replays are measured to be faster than calls.
+
+Nobody but autograd ever holds memory of a recording: what a call returns to the program is copied out of the pool, so
+that no later call can overwrite it. What autograd holds, torch's trees keep, as long as it is held.
+
+The first calls of a graph run as they would without. Then plain calls and replays take turns, each between two events
+on the stream, so that what is compared is the time that the program's own calls take, copies included; nothing waits
+for the device. The faster way is kept. Both ways give the same values, and each call is made once.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from omnicomp._torch.inductor.pool_copies import copy_out
+from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
+from omnicomp._torch.user_code import is_of_program
+from omnicomp.errors import harmless
+from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.timeline import CudaGraph, Reason, Timeline
+
+_COLD: Final = 2  # calls that are not timed: they compile kernels
+_SAMPLES: Final = 4  # calls of each way that are timed
+_FASTER: Final = 0.95  # what a replay may take of a plain call's time
+_SECONDS: Final = 5e-6  # and the seconds that it must save
+_SIZES: Final = 16  # combinations of sizes of a graph that are recorded
+_NODES: Final = 64  # recordings of one of them: one for each set of weights
+_UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
+_APART: Final = 64  # calls of a backward in a row whose forward was not replayed
+_LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model
+
+
+class Mark(Protocol):
+    """A point in time on a stream, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds between two."""
+        ...
+
+
+class Recorder(Protocol):
+    """What records and replays: `Trees`, or a fake without a device."""
+
+    lock: threading.Lock
+    work: int
+    failure: str
+
+    def refuses(self, part: str) -> str:
+        """Why a call must not use the recordings now."""
+        ...
+
+    def recorded(self, piece: Piece, model: Boxed) -> Boxed:
+        """The function as one that is warmed up, recorded, and replayed."""
+        ...
+
+    def owns(self, address: int) -> bool:
+        """Whether a storage lies in the pool."""
+        ...
+
+    def bytes_held(self) -> int:
+        """Size of the pool."""
+        ...
+
+    def bytes_allowed(self) -> int:
+        """How large it may become unless the program says otherwise."""
+        ...
+
+    def mark(self) -> Mark:
+        """An event on the current stream."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorders:
+    """Where recorders come from.
+
+    Attributes:
+        of: the recorder of a device.
+        retire: lets go of one, with all that it recorded.
+        capturing: whether the program captures the current stream itself.
+    """
+
+    of: Callable[[int], Recorder]
+    retire: Callable[[Any], None]
+    capturing: Callable[[], bool]
+
+
+def cuda_recorders() -> Recorders:
+    """Torch's trees, which are imported when the first graph is to be recorded."""
+    from omnicomp._torch.inductor import cuda_graphs
+
+    return Recorders(of=cuda_graphs.trees_of, retire=cuda_graphs.retire, capturing=cuda_graphs.capturing)
+
+
+@dataclasses.dataclass(eq=False)
+class _Sizes:
+    """What is known of the calls of one combination of sizes."""
+
+    sizes: tuple[int, ...]
+    calls: int = 0
+    replays: int = 0
+    work: int = 0
+    apart: int = 0
+    copied: int = 0
+    verdict: str = ""  # `recorded` or `plain`, once it is settled
+    plain: list[tuple[Mark, Mark]] = dataclasses.field(default_factory=list[tuple[Mark, Mark]])
+    recorded: list[tuple[Mark, Mark]] = dataclasses.field(default_factory=list[tuple[Mark, Mark]])
+
+
+class Recording:
+    """The calls of one compiled graph."""
+
+    def __init__(
+        self,
+        recordable: Recordable,
+        recorders: Recorders,
+        *,
+        always: bool,
+        limit: int | None,
+        timeline: Timeline,
+        where: dict[str, Any],
+    ) -> None:
+        """Surround a compiled graph; nothing is recorded yet.
+
+        Args:
+            recordable: the graph.
+            recorders: what records it.
+            always: whether it is recorded without being measured.
+            limit: the bytes that recordings may hold; None is the recorder's own bound.
+            timeline: gets an event for each combination of sizes.
+            where: ids of the graph, its part and its subgraph.
+        """
+        self._recordable = recordable
+        self._recorders = recorders
+        self._always = always
+        self._limit = limit
+        self._timeline = timeline
+        self._where: Any = where
+        self._recorder: Recorder | None = None
+        self._functions: dict[tuple[int, ...], Boxed] = {}
+        self._sizes: dict[tuple[int, ...], _Sizes] = {}
+        self._integers: tuple[int, ...] | None = None
+        self._thread = 0  # the one whose call uses the recordings now
+        self._addresses: tuple[int, ...] = ()
+        recordable.surround(self._piece, self._around)
+
+    def _piece(self, index: int, plain: Boxed) -> Boxed:
+        def piece(inputs: list[Any]) -> Sequence[Any]:
+            if self._thread == 0 or self._thread != threading.get_ident():
+                return plain(inputs)
+            sizes = tuple(value for value in inputs if isinstance(value, int))
+            key = (index, torch.is_inference_mode_enabled(), *sizes)
+            recorded = self._functions.get(key)
+            if recorded is None:
+                assert self._recorder is not None
+                made = self._recorder.recorded(self._recordable.pieces[index], plain)
+                recorded = self._functions[key] = made
+            return recorded(inputs)
+
+        piece._boxed_call = True  # type: ignore[attr-defined]
+        return piece
+
+    def _around(self, call: Boxed) -> Boxed:
+        def around(inputs: list[Any]) -> Sequence[Any]:
+            if self._integers is None:
+                self._integers = tuple(i for i, value in enumerate(inputs) if isinstance(value, int))
+            key = (torch.is_inference_mode_enabled(), *(inputs[i] for i in self._integers))
+            sizes = self._sizes.get(key)
+            if sizes is None:
+                sizes = self._sizes[key] = _Sizes(sizes=key[1:])
+                if len(self._sizes) > _SIZES:
+                    self._settle(sizes, f"it was called with more than {_SIZES} combinations of sizes")
+            if sizes.verdict == "plain" or self._recorders.capturing():
+                return call(inputs)
+            sizes.calls += 1
+            if not self._records(sizes):
+                return self._plain(call, inputs, sizes)
+            return self._recorded(call, inputs, sizes)
+
+        around._boxed_call = True  # type: ignore[attr-defined]
+        return around
+
+    def _records(self, sizes: _Sizes) -> bool:
+        """Whether a call is one to record or to replay."""
+        if sizes.verdict or self._always:
+            return sizes.calls > 1
+        if sizes.calls <= _COLD:
+            return False
+        if len(sizes.recorded) >= _SAMPLES and len(sizes.plain) >= _SAMPLES:
+            return self._decide(sizes)
+        # Two plain calls, a warm-up and a recording, and then in turn.
+        return len(sizes.plain) >= 2 and (sizes.work < 2 or len(sizes.recorded) < len(sizes.plain))
+
+    def _plain(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
+        timed = not sizes.verdict and not self._always and _COLD < sizes.calls and len(sizes.plain) < _SAMPLES
+        if not timed:
+            return call(inputs)
+        recorder = self._current()
+        begin = recorder.mark()
+        outputs = call(inputs)
+        sizes.plain.append((begin, recorder.mark()))
+        return outputs
+
+    def _recorded(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
+        recorder, part = self._current(), self._recordable.part
+        if not recorder.lock.acquire(blocking=False):  # another thread, or a graph that this one's operators call
+            return call(inputs)
+        try:
+            if recorder.refuses(part):
+                return call(inputs)
+            if part == "backward" and not self._can_follow(recorder, inputs):
+                sizes.apart += 1
+                if sizes.apart > _APART:
+                    self._settle(sizes, "what its forward saves lies elsewhere in each call")
+                return call(inputs)
+            sizes.apart = 0
+            work, sampled = recorder.work, not sizes.verdict and not self._always
+            begin = recorder.mark() if sampled else None
+            self._thread = threading.get_ident()
+            try:
+                outputs = list(call(inputs))
+            finally:
+                self._thread = 0
+            visible = range(len(outputs)) if self._recordable.visible < 0 else range(self._recordable.visible)
+            sizes.copied = copy_out(outputs, visible, recorder.owns)
+            if recorder.work == work and not recorder.failure:
+                sizes.replays += 1
+                if begin is not None and len(sizes.recorded) < _SAMPLES:
+                    sizes.recorded.append((begin, recorder.mark()))
+            else:
+                sizes.work += recorder.work - work
+                self._bound(recorder, sizes)
+            return outputs
+        finally:
+            recorder.lock.release()
+
+    def _current(self) -> Recorder:
+        """The recorder of the device; what an earlier one recorded is forgotten with it."""
+        recorder = self._recorders.of(self._recordable.device)
+        if recorder is not self._recorder:
+            self._recorder = recorder
+            self._functions.clear()
+        return recorder
+
+    def _can_follow(self, recorder: Recorder, inputs: list[Any]) -> bool:
+        """Whether what a backward gets lies where it did: in the pool, since its forward was replayed, or unmoved."""
+        addresses: list[int] = []
+        for index in self._recordable.static:
+            value = inputs[index]
+            if isinstance(value, torch.Tensor):
+                address = value.untyped_storage().data_ptr()
+                if recorder.owns(address):
+                    return True
+                addresses.append(address)
+        before, self._addresses = self._addresses, tuple(addresses)
+        return before == self._addresses
+
+    def _bound(self, recorder: Recorder, sizes: _Sizes) -> None:
+        """Settle for plain calls where recordings would be too many, too large, or not used again."""
+        if recorder.failure:
+            return self._settle(sizes, recorder.failure)
+        pieces = max(1, len(self._recordable.pieces))
+        work = sizes.work / pieces
+        if work > _NODES or (work > _UNSTABLE and work > sizes.replays):
+            return self._settle(
+                sizes, f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
+            )
+        allowed = self._limit if self._limit is not None else max(recorder.bytes_allowed(), _LEAST_BYTES)
+        held = recorder.bytes_held()
+        if held > allowed:
+            self._settle(sizes, f"recordings would hold {held} bytes, and may hold {allowed}")
+            self._recorders.retire(recorder)
+        elif self._always and not sizes.verdict and work >= 2:
+            self._settle(sizes)
+        return None
+
+    def _decide(self, sizes: _Sizes) -> bool:
+        """Keep the faster way, once all marks have passed; whether that is the recorded one."""
+        if not all(mark.query() for pair in (*sizes.plain, *sizes.recorded) for mark in pair):
+            return False
+        plain, recorded = _median(sizes.plain), _median(sizes.recorded)
+        faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS
+        why = "" if faster else "replays are not faster: the graph does not wait for the host"
+        self._settle(sizes, why, plain=plain, recorded=recorded)
+        return faster
+
+    def _settle(self, sizes: _Sizes, why: str = "", *, plain: float = 0.0, recorded: float = 0.0) -> None:
+        sizes.verdict = "plain" if why else "recorded"
+        sizes.plain.clear()
+        sizes.recorded.clear()
+        with harmless("how a graph was recorded"):
+            self._timeline.append(
+                CudaGraph(
+                    **self._where,
+                    state=sizes.verdict,
+                    sizes=sizes.sizes,
+                    plain_seconds=plain,
+                    recorded_seconds=recorded,
+                    bytes=self._recorder.bytes_held() if self._recorder is not None and not why else 0,
+                    copied_bytes=sizes.copied,
+                    reason=not_recorded(why) if why else None,
+                )
+            )
+
+
+def record_calls(result: Executable, context: LoweringContext, subgraph: str) -> Executable:
+    """Have the calls of an executable record themselves where the option `cudagraphs` asks for it."""
+    recordable = result.recordable
+    if recordable is None:
+        return result
+    own = sorted(name for name in result.attest()[1] if is_of_program(name.removeprefix("torch.ops.")))
+    why = recordable.reason or (f"{own[0]} may do on the host what no replay does" if own else "")
+    if why:
+        context.timeline.append(CudaGraph(**context.where(subgraph), state="plain", reason=not_recorded(why)))
+        return result
+    Recording(
+        recordable,
+        cuda_recorders(),
+        always=context.policy.cudagraphs == "always",
+        limit=context.policy.cudagraphs_bytes,
+        timeline=context.timeline,
+        where={**context.where(subgraph)},
+    )
+    whole = result.install is not None
+    return dataclasses.replace(result, call=result.compiled.current_callable) if whole else result
+
+
+def not_recorded(why: str) -> Reason:
+    """Why the calls of a graph are not recorded."""
+    return Reason(
+        code="not_recorded",
+        by="execution",
+        sentence=f"calls are not recorded as CUDA graphs: {why}",
+        lever="none is needed; calls run as they would without CUDA graphs",
+    )
+
+
+def _median(pairs: Iterable[tuple[Mark, Mark]]) -> float:
+    found = sorted(begin.elapsed_time(end) * 1e-3 for begin, end in pairs)
+    return (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2

@@ -1,0 +1,70 @@
+"""Copies out of the pool have the values and layouts of what they copy, and share memory as that does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from omnicomp._torch.inductor.pool_copies import copy_out
+
+
+def pooled(*tensors: torch.Tensor) -> Callable[[int], bool]:
+    addresses = {each.untyped_storage().data_ptr() for each in tensors}
+    return lambda address: address in addresses
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[2:],
+        lambda x: x[:, 1],
+        lambda x: x[:1].expand(5, 6),
+        lambda x: x.as_strided((3, 3), (1, 1)),
+        lambda x: x.view(torch.int32),
+    ],
+)
+def test_a_copy_is_laid_out_like_the_output(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    pool = torch.randn(4, 6)
+    outputs = [view(pool)]
+    copy_out(outputs, [0], pooled(pool))
+    assert torch.equal(outputs[0], view(pool))
+    assert outputs[0].stride() == view(pool).stride()
+    before = outputs[0].clone()
+    pool.fill_(7)
+    assert torch.equal(outputs[0], before)
+
+
+def test_outputs_that_share_memory_go_on_sharing_it() -> None:
+    pool = torch.randn(4, 6)
+    outputs = [pool, pool[1:], pool.t(), pool.view(torch.int32)]
+    assert copy_out(outputs, range(4), pooled(pool)) == 96
+    outputs[0].fill_(3)
+    assert outputs[1].eq(3).all()
+    assert outputs[2].eq(3).all()
+    assert torch.equal(outputs[3].view(torch.float32), outputs[0])
+
+
+def test_what_lies_elsewhere_is_not_copied() -> None:
+    pool, parameter = torch.randn(3), torch.randn(3)
+    outputs: list[Any] = [parameter, None, 3, pool]
+    assert copy_out(outputs, range(3), pooled(pool)) == 0
+    assert outputs[0] is parameter
+    assert outputs[3] is pool
+
+
+def test_dtypes_are_copied_together() -> None:
+    pool = [torch.randn(3), torch.arange(4), torch.randn(2, dtype=torch.float64), torch.randn(5)]
+    outputs = list(pool)
+    copy_out(outputs, range(4), pooled(*pool))
+    assert all(torch.equal(a, b) and a is not b for a, b in zip(outputs, pool, strict=True))
+
+
+def test_copies_in_inference_mode_are_its_tensors() -> None:
+    pool = torch.randn(3)
+    outputs = [pool]
+    with torch.inference_mode():
+        copy_out(outputs, [0], pooled(pool))
+    assert outputs[0].is_inference()

@@ -1,0 +1,387 @@
+"""Recording: which calls are recorded, what they return, and what is said of them; with a recorder without a device."""
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+from torch._inductor.cudagraph_utils import CudagraphCachedInfo
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils._ordered_set import OrderedSet
+
+from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
+from omnicomp.lowerings import LoweringContext
+from omnicomp.options.policy import parse
+from omnicomp.runtime.recording import Recorders, Recording
+from omnicomp.timeline import CudaGraph, Timeline, events
+
+
+@dataclasses.dataclass
+class FakeMark:
+    at: float
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: "FakeMark") -> float:
+        return end_event.at - self.at
+
+
+@dataclasses.dataclass
+class FakeRecorder:
+    """Each replay writes to the same memory, as a recording does; a clock of its own says what calls take."""
+
+    plain_ms: float = 2.0
+    replay_ms: float = 1.0
+    refusal: str = ""
+    failure: str = ""
+    held: int = 100
+    work: int = 0
+    capturing: bool = False
+    retired: int = 0
+    clock: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pool: dict[int, torch.Tensor] = {}
+
+    def refuses(self, part: str) -> str:
+        return self.refusal
+
+    def recorded(self, piece: Piece, model: Boxed) -> Boxed:
+        memory: list[Any] = []
+        calls = 0
+
+        def call(inputs: list[Any]) -> Sequence[Any]:
+            nonlocal calls
+            calls += 1
+            self.clock -= self.plain_ms - self.replay_ms
+            if calls <= 2:
+                self.work += 1
+            outputs = model(inputs)
+            if not memory:
+                memory.extend(each if each is None else torch.empty_like(each) for each in outputs)
+                self.pool.update({each.untyped_storage().data_ptr(): each for each in memory if each is not None})
+            for each, value in zip(memory, outputs, strict=True):
+                if each is not None:
+                    each.copy_(value)
+            return list(memory)
+
+        return call
+
+    def owns(self, address: int) -> bool:
+        return address in self.pool
+
+    def bytes_held(self) -> int:
+        return self.held
+
+    def bytes_allowed(self) -> int:
+        return 0
+
+    def mark(self) -> FakeMark:
+        return FakeMark(self.clock)
+
+
+class FakeCompiled:
+    def __init__(self, call: Boxed) -> None:
+        self.current_callable = call
+
+
+def recording(
+    recorder: FakeRecorder,
+    call: Callable[..., list[torch.Tensor]] = lambda x: [x * 2],
+    *,
+    always: bool = False,
+    limit: int | None = None,
+    part: str = "inference",
+    visible: int = -1,
+    static: tuple[int, ...] = (),
+) -> tuple[Callable[..., Any], Callable[[], list[CudaGraph]]]:
+    """A function whose calls may be recorded, and the events of them."""
+
+    def plain(inputs: list[Any]) -> list[torch.Tensor]:
+        recorder.clock += recorder.plain_ms
+        arguments = list(inputs)
+        inputs.clear()
+        return call(*arguments)
+
+    compiled: Any = FakeCompiled(plain)
+    piece = Piece(part=part, static=static, mutated=(), constants=(), placeholders=())
+    recordable = Recordable(part=part, device=0, static=static, visible=visible, pieces=[piece], _compiled=compiled)
+
+    def retire(_: Any) -> None:
+        recorder.retired += 1
+
+    timeline = Timeline()
+    recorders = Recorders(of=lambda _: recorder, retire=retire, capturing=lambda: recorder.capturing)
+    where = {"graph": "g0", "part": part, "subgraph": f"g0.{part}.0"}
+    Recording(recordable, recorders, always=always, limit=limit, timeline=timeline, where=where)
+
+    def told() -> list[CudaGraph]:
+        return [event for event in timeline.events() if isinstance(event, CudaGraph)]
+
+    return lambda *arguments: compiled.current_callable(list(arguments)), told
+
+
+def test_a_graph_whose_replays_are_faster_is_recorded_and_both_times_are_told() -> None:
+    run, told = recording(FakeRecorder(plain_ms=2.0, replay_ms=0.5))
+    for _ in range(20):
+        run(torch.ones(3))
+    (event,) = told()
+    assert (event.state, event.plain_seconds, event.recorded_seconds) == ("recorded", 2e-3, 0.5e-3)
+    assert event.bytes == 100
+    assert event.copied_bytes == 12
+    assert event.reason is None
+
+
+@pytest.mark.parametrize("replay", [2.0, 1.95, 3.0])
+def test_a_graph_whose_replays_are_not_faster_beyond_the_noise_runs_plainly(replay: float) -> None:
+    recorder = FakeRecorder(plain_ms=2.0, replay_ms=replay)
+    run, told = recording(recorder)
+    for _ in range(20):
+        run(torch.ones(3))
+    (event,) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "not faster" in event.reason.sentence
+    clock = recorder.clock
+    run(torch.ones(3))
+    assert recorder.clock == clock + 2.0  # and nothing of a replay
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_what_a_call_returned_is_not_overwritten_by_later_ones(always: bool) -> None:
+    run, _ = recording(FakeRecorder(), always=always)
+    kept = [(float(n), run(torch.full((4,), float(n)))[0]) for n in range(30)]
+    assert all(torch.equal(value, torch.full((4,), 2 * n)) for n, value in kept)
+
+
+def test_each_call_is_made_once() -> None:
+    made: list[int] = []
+
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        made.append(1)
+        return [x + 1]
+
+    run, _ = recording(FakeRecorder(), call)
+    for _ in range(30):
+        run(torch.ones(2))
+    assert len(made) == 30
+
+
+def test_what_autograd_alone_sees_stays_in_the_pool() -> None:
+    recorder = FakeRecorder()
+    run, _ = recording(recorder, lambda x: [x * 2, x * 3], always=True, part="forward", visible=1)
+    visible, saved = [run(torch.ones(4)) for _ in range(4)][-1]
+    assert not recorder.owns(visible.untyped_storage().data_ptr())
+    assert recorder.owns(saved.untyped_storage().data_ptr())
+
+
+def test_a_backward_follows_its_forward_into_the_pool_and_out_of_it() -> None:
+    recorder = FakeRecorder()
+    run, told = recording(recorder, always=True, part="backward", static=(0,))
+    for saved in [torch.ones(3) for _ in range(6)]:
+        run(saved)  # somewhere else each time: its forward ran plainly
+    assert recorder.work == 0
+    assert not told()
+    pooled = torch.ones(3)
+    recorder.pool[pooled.untyped_storage().data_ptr()] = pooled
+    for _ in range(3):
+        run(pooled)
+    assert recorder.work == 2
+    assert [event.state for event in told()] == ["recorded"]
+
+
+def test_a_backward_whose_forward_is_never_replayed_is_settled() -> None:
+    recorder = FakeRecorder()
+    run, told = recording(recorder, always=True, part="backward", static=(0,))
+    for saved in [torch.ones(3) for _ in range(100)]:
+        run(saved)
+    (event,) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "elsewhere" in event.reason.sentence
+
+
+def test_sizes_are_settled_each_and_those_beyond_the_bound_run_plainly() -> None:
+    run, told = recording(FakeRecorder(), lambda n, x: [x * n], always=True)
+    for _ in range(4):
+        for size in range(20):
+            run(size, torch.ones(2))
+    states = {event.sizes: event.state for event in told()}
+    assert sum(state == "recorded" for state in states.values()) == 16
+    assert states[19,] == "plain"
+
+
+def test_a_call_that_is_refused_runs_plainly_and_later_ones_replay() -> None:
+    recorder = FakeRecorder()
+    run, _ = recording(recorder, always=True)
+    for refusal in ("", "", "", "another stream", ""):
+        recorder.refusal = refusal
+        (value,) = run(torch.ones(2))
+        assert torch.equal(value, torch.full((2,), 2.0))
+    recorder.capturing = True
+    clock = recorder.clock
+    run(torch.ones(2))
+    assert recorder.clock == clock + recorder.plain_ms
+    with recorder.lock:  # another thread is in a recorded call
+        recorder.capturing = False
+        run(torch.ones(2))
+    assert recorder.clock == clock + 2 * recorder.plain_ms
+
+
+def test_recordings_beyond_the_bytes_are_dropped_with_a_reason() -> None:
+    recorder = FakeRecorder(held=1000)
+    run, told = recording(recorder, always=True, limit=999)
+    for _ in range(5):
+        run(torch.ones(2))
+    (event,) = told()
+    assert recorder.retired == 1
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "999" in event.reason.sentence
+
+
+def test_a_graph_that_would_be_recorded_again_and_again_runs_plainly() -> None:
+    recorder = FakeRecorder()
+    original = recorder.recorded
+
+    def never_replays(piece: Piece, model: Boxed) -> Boxed:
+        call = original(piece, model)
+
+        def again(inputs: list[Any]) -> Sequence[Any]:
+            recorder.work += 1
+            return call(inputs)
+
+        return again
+
+    recorder.recorded = never_replays  # type: ignore[method-assign]
+    run, told = recording(recorder, always=True)
+    for _ in range(40):
+        run(torch.ones(2))
+    assert [event.state for event in told()][-1] == "plain"
+    work = recorder.work
+    run(torch.ones(2))
+    assert recorder.work == work
+
+
+def test_a_recording_that_fails_leaves_the_graph_plain_with_what_failed() -> None:
+    recorder = FakeRecorder()
+    run, told = recording(recorder, always=True)
+    run(torch.ones(2))
+    recorder.failure = "recording failed: operation not permitted"
+    run(torch.ones(2))
+    (event,) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "not permitted" in event.reason.sentence
+
+
+def test_an_error_of_the_program_is_raised_and_the_next_call_goes_on() -> None:
+    broken = False
+
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        if broken:
+            raise ValueError("the program's own")
+        return [x * 2]
+
+    recorder = FakeRecorder()
+    run, _ = recording(recorder, call, always=True)
+    for _ in range(4):
+        run(torch.ones(2))
+    broken = True
+    with pytest.raises(ValueError, match="own"):
+        run(torch.ones(2))
+    broken = False
+    assert torch.equal(run(torch.ones(2))[0], torch.full((2,), 2.0))
+    assert not recorder.lock.locked()
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
+    """Has graphs for the CPU be taken for such of CUDA, and a fake record them."""
+    recorder = FakeRecorder()
+    init: Any = CompiledFxGraph.__init__
+
+    def on_cuda(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.device_types, self.device_idxs = OrderedSet(["cuda"]), OrderedSet([0])
+        self.disabled_cudagraphs_reason = None
+        self.cudagraph_info = CudagraphCachedInfo([], [], [])
+        self.partition_maps = None
+
+    monkeypatch.setattr(CompiledFxGraph, "__init__", on_cuda)
+    monkeypatch.setattr(LoweringContext, "records", property(lambda self: self.policy.records))
+    recorders = Recorders(of=lambda _: recorder, retire=lambda _: None, capturing=lambda: False)
+    monkeypatch.setattr("omnicomp.runtime.recording.cuda_recorders", lambda: recorders)
+    with inductor.patch(graph_partition=False, fx_graph_cache=False):
+        yield recorder
+
+
+@pytest.mark.inductor
+def test_a_training_step_is_recorded_in_both_directions_with_eagers_values(as_on_cuda: FakeRecorder) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    eager = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="omni", options={"cudagraphs": "always"})
+    kept: list[tuple[Any, Any]] = []
+    for _ in range(6):
+        x = torch.randn(3, 8)
+        for each in (model, eager):
+            each.zero_grad(set_to_none=True)
+        results = compiled(x), eager(x)
+        for result in results:
+            result.square().sum().backward()
+        kept.append((results[0].detach(), results[1].detach()))
+        kept += [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
+    for one, other in kept:  # none of what was held was overwritten
+        torch.testing.assert_close(one, other)
+    assert as_on_cuda.work == 4
+    told = [event for event in events() if isinstance(event, CudaGraph)]
+    assert {(event.part, event.state) for event in told} == {("forward", "recorded"), ("backward", "recorded")}
+
+
+@pytest.mark.inductor
+def test_the_pieces_of_a_cut_graph_are_recorded_each(as_on_cuda: FakeRecorder) -> None:
+    options: Any = {"cudagraphs": "always", "lowerings": {"aten.topk": "eager"}}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.topk(x.sin() * 2, 3)[0].cos() + 1
+
+    compiled: Any = torch.compile(function, backend="omni", options=options)
+    inputs = [torch.randn(4, 8) for _ in range(6)]
+    found = [compiled(x) for x in inputs]
+    for x, value in zip(inputs, found, strict=True):
+        torch.testing.assert_close(value, function(x))
+    told = [(event.subgraph.rpartition(".")[2], event.state) for event in events() if isinstance(event, CudaGraph)]
+    assert sorted(told) == [("0", "recorded"), ("2", "recorded")]
+
+
+@pytest.mark.inductor
+def test_an_operator_of_the_program_is_not_recorded(as_on_cuda: FakeRecorder) -> None:
+    with torch.library._scoped_library("recording_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        compiled: Any = torch.compile(
+            lambda x: torch.ops.recording_test.twice(x.sin()), backend="omni", options={"cudagraphs": "always"}
+        )
+        for _ in range(4):
+            compiled(torch.randn(3))
+    (event,) = [event for event in events() if isinstance(event, CudaGraph)]
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "recording_test.twice" in event.reason.sentence
+    assert as_on_cuda.work == 0
+
+
+@pytest.mark.parametrize("options", [{"triton.cudagraphs": False}, {"triton.cudagraphs": True}], ids=["off", "on"])
+def test_inductors_own_option_goes_before(options: dict[str, Any]) -> None:
+    assert not parse(None, {"cudagraphs": "always", **options}).records
+    assert not parse("reduce-overhead", {"cudagraphs": "always"}).records
+    assert parse(None, {"cudagraphs": "auto"}).records
+    assert not parse(None, {}).records
