@@ -1,4 +1,4 @@
-"""How near a result is to the truth, judged by eager's own distance from it.
+"""How near a result is to the truth, judged by eager's own distance from it; and whether it is eager's in every bit.
 
 Half precision is allowed what eager loses in it, and float32 what the order of its sums costs.
 `torch._dynamo.utils.same` judges alike; here the errors are kept, because the audit shows them.
@@ -61,6 +61,27 @@ def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
         return float("inf")
     difference = torch.where(finite, value - true, 0).norm()
     return float(difference / torch.where(finite, true, 0).norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def first_difference(found: Sequence[Any], expected: Sequence[Any]) -> int | None:
+    """The first result that is not eager's in every bit; a NaN is as good as another. None if all are."""
+    for index, (got, own) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(own, torch.Tensor) and not _same_bits(got, own):
+            return index
+    return None
+
+
+def _same_bits(got: Any, own: torch.Tensor) -> bool:
+    if not isinstance(got, torch.Tensor) or got.shape != own.shape or got.dtype != own.dtype:
+        return False
+    if own.layout is not torch.strided:
+        return got.layout is own.layout and _same_bits(got.to_dense(), own.to_dense())
+    got, own = got.detach().resolve_conj().resolve_neg(), own.detach().resolve_conj().resolve_neg()
+    bits, wanted = (value.contiguous().reshape(-1).view(torch.uint8) for value in (got, own))
+    if torch.equal(bits, wanted) or not own.is_floating_point():
+        return torch.equal(bits, wanted)
+    same = (got == own) & (got.signbit() == own.signbit()) | got.isnan() & own.isnan()
+    return bool(same.all())
 
 
 def copy_of(value: Any, dtype: torch.dtype | None = None) -> Any:

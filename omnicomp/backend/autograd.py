@@ -1,6 +1,7 @@
 """Times of the stages of a compilation, for the timeline; an outer stage does not count the stages inside it."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -18,7 +19,7 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
 from omnicomp._torch.repairs import folded_nans
-from omnicomp._torch.repairs.decompositions import decompositions_mended, kept_whole
+from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.rounded_casts import casts_kept
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.builder.cache_keys import verdict
@@ -30,7 +31,6 @@ from omnicomp.builder.regions import left_whole
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.errors import OmnicompError, first_line, harmless
 from omnicomp.lowerings.engines.subgraph import Weights, engines_of, informed, weights_of
-from omnicomp.options.eager_operators import EAGER_OPERATORS
 from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.eager_gradients import LEVER, EagerGradients
 from omnicomp.runtime.fallback_limit import judge_graph, notify
@@ -84,7 +84,8 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
     A graph for inference stays as it is; one in training is consumed.
     """
     policy = graph.policy
-    if graph.training or policy.regions == "never" or engines_of(policy) or not uses_inductor(graph):
+    undecomposed = engines_of(policy) or policy.numerics == "eager"
+    if graph.training or policy.regions == "never" or undecomposed or not uses_inductor(graph):
         return _compile(gm, inputs, graph, weights, None)
     try:
         always = policy.regions == "always"
@@ -120,7 +121,7 @@ def _compile(
     verifies = graph.policy.verify in VERIFYING
     tag = f"{tag}-verified" if verifies and is_bundled() else tag
     tag = f"{tag}-passes" if graph.policy.verify == "inductor" else tag
-    engines, count = bool(engines_of(graph.policy)), len(inputs)
+    engines, exact, count = bool(engines_of(graph.policy)), graph.policy.numerics == "eager", len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
     own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm
     gm = own or gm
@@ -129,6 +130,7 @@ def _compile(
         name = compile_fx.part_name(kwargs)
         context = graph.context(name, kwargs)
         context = informed(context, part, known, count) if engines else context
+        context = dataclasses.replace(context, undecomposed=True) if exact else context
         doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
         dump(graph.id, "autograd", part, name)
         seen = _passes_seen(graph)
@@ -170,7 +172,6 @@ def _compile(
         traced_anew(),
         decompositions_mended(),
         casts_kept(),
-        kept_whole(EAGER_OPERATORS if graph.policy.numerics == "eager" and not engines else ()),
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):
         if not by_inductor:
@@ -181,7 +182,7 @@ def _compile(
                 list(inputs),
                 inner_compile=inner_compile,
                 config_patches=patches,
-                decompositions={} if engines else None,
+                decompositions={} if engines or exact else None,
             )
     if own is not None:
         forget_tensors(own)

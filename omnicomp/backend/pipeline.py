@@ -22,6 +22,7 @@ from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.backend import weight_inputs
 from omnicomp.backend.autograd import compile_parts
+from omnicomp.backend.bit_equality import compared
 from omnicomp.backend.block_overrides import late_overrides, override_blocks
 from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.options import policy_of
@@ -164,7 +165,8 @@ def compile_graph(
         passed = run_passes(gm, graph, speculate=speculate, kept=original, inputs=graph.values or inputs)
         try:
             if passed.assumptions:
-                return checked(_with_variants(passed, original, inputs, graph), plain, sharing, graph)
+                compiled = _with_variants(passed, original, inputs, graph)
+                return checked(compared(compiled, plain, graph), plain, sharing, graph)
             compiled = _build(passed, inputs, graph, after_dynamo=after_dynamo)
         except LateOverrides as wanted:
             gm = copy_module(original)
@@ -172,10 +174,11 @@ def compile_graph(
             dump(graph.id, "overrides", gm)
             original = copy_module(gm)
             continue
+        needed = sharing.compared or graph.policy.numerics == "eager"
         for copy in (plain, original):
-            if copy is not passed.module and not (copy is plain and sharing.compared):
+            if copy is not passed.module and not (copy is plain and needed):
                 forget_tensors(copy)
-        return checked(compiled, plain, sharing, graph)
+        return checked(compared(compiled, plain, graph), plain, sharing, graph)
 
 
 def _build(

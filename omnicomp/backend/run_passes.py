@@ -127,9 +127,12 @@ def _run(
     """Run passes with the options of the policy; the graphs of those from outside are always checked."""
     policy = graph.policy
     pipeline: list[Pass] = []
+    left_out = dict(left_out or {})
     for item in line:
         context.running = item.name
-        made = item if item.name in (left_out or {}) else item.of(policy)
+        made = item if item.name in left_out else item.of(policy)
+        if policy.numerics == "eager" and made.claims(context):
+            left_out.setdefault(item.name, "its rewrites may change a bit, and the option numerics asks for eager's")
         if item.name in foreign and checked(made).name != item.name:
             raise PassError(f"{type(item).__qualname__}.of returned the pass {made.name!r}; return one of its own kind")
         pipeline.append(made)

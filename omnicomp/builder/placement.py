@@ -10,6 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Final
 
 from torch.fx import GraphModule, Node
 
@@ -18,11 +19,14 @@ from omnicomp.errors import LoweringError
 from omnicomp.lowerings import MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
 from omnicomp.lowerings.engines.program import EngineLowering
+from omnicomp.lowerings.exact import computes
 from omnicomp.lowerings.override import override_of
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.rewrite import REFUSED
 from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
+
+_FEWEST: Final = 2  # operators that are worth generated code between eager's kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,9 @@ def place(
             placed[node] = placed[producer]
             continue
         rule = forced.get(node) or _rule(node, context)
-        placed[node], chain = _choose(node, lowerings, context, {**refused, MAIN.name: cut}, rule)
+        placed[node], chain = _choose(
+            node, lowerings, context, {**refused, MAIN.name: {**refused.get(MAIN.name, {}), **cut}}, rule
+        )
         if chain:
             declined.append(
                 NodePlacement(
@@ -226,6 +232,8 @@ def taken_together(
         Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
         a whole is not taken; None if it is.
     """
+    if lowering is MAIN and context.policy.numerics == "eager" and sum(map(computes, nodes)) < _FEWEST:
+        return frozenset(), _too_few(nodes[0])
     if not isinstance(lowering, EngineLowering):
         return frozenset(), None
     if lowering.engine.clustering_for(context).strict:
@@ -233,6 +241,16 @@ def taken_together(
         if boundaries:
             return boundaries, None
     return frozenset(), lowering.accepts(nodes, context)
+
+
+def _too_few(node: Node) -> Reason:
+    return Reason(
+        code="not_profitable",
+        by=MAIN.name,
+        sentence="eager's kernels are around it, and generated code of one operator or of views alone fuses nothing",
+        node=f"{node.name} ({op_name(node)})",
+        lever='leave out options={"numerics": "eager"}',
+    )
 
 
 def _where_nothing_flows(nodes: Sequence[Node]) -> frozenset[str]:

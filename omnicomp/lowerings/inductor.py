@@ -15,6 +15,7 @@ from omnicomp._torch.inductor.recordable import Recordable
 from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
+from omnicomp.lowerings.exact import inexact
 from omnicomp.timeline import Reason
 
 
@@ -25,9 +26,13 @@ class InductorLowering:
     title = "Inductor"
 
     def supports(self, node: Node, context: LoweringContext) -> Support:
-        """Everything: what Inductor has no code generator for, it calls as an external kernel itself."""
+        """Everything: what Inductor has no code generator for, it calls as an external kernel itself.
+
+        With `numerics="eager"`, what it computes as eager does in every bit.
+        """
         if compile_fx.has_inductor(context.device.type):
-            return _negated(node, self.name)
+            refused = inexact(node, self.name) if context.policy.numerics == "eager" else None
+            return refused or _negated(node, self.name)
         return Reason(
             code="lowering_excluded",
             by=self.name,
@@ -45,7 +50,7 @@ class InductorLowering:
         output = next(iter(reversed(module.graph.nodes)))
         predicted = [fake_value(value) for value in output.args[0]]
         if context.undecomposed:
-            module = with_decompositions(module, inputs, context.part)
+            module = _decomposed(module, inputs, context)
         kwargs = dict(context.inductor_kwargs)
         found: list[Recordable] | None = [] if context.records and context.part == "inference" else None
         static = () if found is None else kwargs.get("static_input_idxs", ())
@@ -66,7 +71,7 @@ class InductorLowering:
     ) -> Executable:
         """Build a whole part as `compile_fx` asks for it, CUDA graphs included."""
         if context.undecomposed:
-            module = with_decompositions(module, inputs, context.part)
+            module = _decomposed(module, inputs, context)
         if context.part != "inference" and context.policy.dtype_policy.rewrites:
             cast_together(module.graph)
         lookups: list[Lookup] = []
@@ -74,6 +79,11 @@ class InductorLowering:
         compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, found, **context.inductor_kwargs)
         recordable = next(iter(found or ()), None)
         return dataclasses.replace(whole_executable(compiled), lookups=tuple(lookups), recordable=recordable)
+
+
+def _decomposed(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> GraphModule:
+    """The subgraph with Inductor's decompositions; with eager's numerics, without its passes on joint graphs."""
+    return with_decompositions(module, inputs, "" if context.policy.numerics == "eager" else context.part)
 
 
 def _negated(node: Node, name: str) -> Support:

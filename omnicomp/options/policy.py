@@ -31,7 +31,6 @@ from omnicomp.options.checks import (
     word,
 )
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, parse_dtype_policy
-from omnicomp.options.eager_operators import EAGER_OPERATORS
 from omnicomp.options.fallback_limits import FallbackBudget, parse_budget
 from omnicomp.options.placement_rules import Rule, parse_environment, parse_rules
 from omnicomp.safety.privacy import PATHS, PATHS_VARIABLE
@@ -42,8 +41,13 @@ LOWERINGS: Final = ("override", "inductor", "eager")
 """The default order. Names of engines may be put into it."""
 VERIFYING: Final = ("first", "always")
 """Values of the option `verify` with which results are compared with eager's."""
-_ROUNDING: Final = ("emulate_precision_casts", "eager_numerics.division_rounding")
-"""Inductor's keys for eager's rounding."""
+_EXACT: Final[dict[str, bool]] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "fallback_random": True,
+    "use_joint_graph_passes": False,
+}
+"""Inductor's keys for eager's rounding and random numbers, and without rewrites that change values."""
 _CHOOSE: Final = ("tuned", "measure")
 _CUDAGRAPHS: Final = ("triton.cudagraphs", "triton.cudagraph_trees", "cudagraph_policy")
 """Inductor's keys for CUDA graphs."""
@@ -104,9 +108,9 @@ class Policy:
     numerics: str = option(
         "inductor",
         choice("inductor", "eager"),
-        '`"eager"`: round as eager does. Inductor rounds between half-precision operators, and what it computes '
-        "otherwise nevertheless runs eager, by a list that was learned from all float16 and bfloat16 numbers. See "
-        "[limits.md](limits.md)",
+        '`"eager"`: outputs, gradients and random numbers are eager\'s in every bit. Inductor gets the operators of '
+        "which its code was seen to give eager's bits, all else runs on eager's kernels, and the first two calls of "
+        "each graph are compared with eager. See [numerics.md](numerics.md)",
     )
     lowerings: tuple[str, ...] = option(
         LOWERINGS,
@@ -410,10 +414,14 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
     choice(*PATHS)(PATHS_VARIABLE, os.environ.get(PATHS_VARIABLE) or "absolute")
     asked = own.get("lowerings", LOWERINGS)
     own["choose"] = asked if isinstance(asked, str) else "off"
-    own["lowerings"], own["rules"] = _placement(LOWERINGS if isinstance(asked, str) else asked)
-    if own.get("numerics") == "eager":
-        passed_on = {**{name: True for name in _ROUNDING if name in inductor.config_keys()}, **passed_on}
-        own["rules"] = (*(Rule(name, ("eager",)) for name in EAGER_OPERATORS), *own["rules"])
+    exact = own.get("numerics") == "eager"
+    usual = LOWERINGS[1:] if exact else LOWERINGS  # overrides compute other values
+    named = "lowerings" in own and not isinstance(asked, str)
+    own["lowerings"], own["rules"] = _placement(asked if named else usual, usual)
+    if exact:
+        _check_exact(own)
+        own.setdefault("verify", "first")
+        passed_on = {**{key: value for key, value in _EXACT.items() if key in inductor.config_keys()}, **passed_on}
     try:
         patches = inductor.config_patches(mode, passed_on)
     except RuntimeError as error:
@@ -424,10 +432,24 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
     return Policy(mode=mode, inductor=patches, **own)
 
 
-def _placement(value: Any) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
+def _check_exact(own: Mapping[str, Any]) -> None:
+    """Refuse beside `numerics="eager"` what computes other values by design."""
+    dtypes, engines = own.get("dtype_policy", PRESETS["keep"]), set(own["lowerings"]) - {*LOWERINGS, "device"}
+    refused = {
+        "dtype_policy": dtypes.rewrites,
+        f"lowerings={own['choose']!r}": own["choose"] != "off",
+        f"the engine {', '.join(sorted(engines))}": bool(engines),
+        "background": bool(own.get("background")),
+    }
+    for what, found in refused.items():
+        if found:
+            raise OptionError(f"numerics='eager' gives eager's values, and {what} others; leave one of them out")
+
+
+def _placement(value: Any, usual: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Rule, ...]]:
     """The default order, and the rules of the option and of the environment."""
     rules = parse_rules(value, _placeable()) if isinstance(value, Mapping) else ()  # type: ignore[arg-type]
-    default = LOWERINGS if isinstance(value, Mapping) else value
+    default = usual if isinstance(value, Mapping) else value
     try:
         rules += parse_environment(os.environ.get("OMNICOMP_PLACE", ""), _placeable())
     except ValueError as error:

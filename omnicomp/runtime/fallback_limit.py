@@ -74,7 +74,7 @@ def _notify(graph: str, allowed: Sequence[str]) -> None:
 
 def _line(event: Event, is_known: Callable[[Event, NodePlacement | None], bool]) -> str | None:
     if isinstance(event, Placement):
-        eager = [node for node in event.declined if node.lowering == "eager"]
+        eager = [node for node in event.declined if node.lowering == "eager" and not _asked_for(node)]
         fallen = [node for node in eager if not is_known(event, node)]
         if not fallen:
             return None
@@ -88,6 +88,11 @@ def _line(event: Event, is_known: Callable[[Event, NodePlacement | None], bool])
     if isinstance(event, Retreat) and not event.part and not is_known(event, None):
         return f"{event.graph}: {event.source_lowering} retreated to {event.target_lowering}: {event.reason.sentence}"
     return None
+
+
+def _asked_for(node: NodePlacement) -> bool:
+    """Whether a node is on eager's kernel because the option `numerics` asks for its values."""
+    return bool(node.chain) and node.chain[-1].code in ("not_exact", "not_profitable")
 
 
 _KEY: Final = "the fallback budget"

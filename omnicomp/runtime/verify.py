@@ -1,7 +1,7 @@
 """Verification: results of a subgraph on real inputs, compared with eager in a higher precision.
 
 Half precision is allowed what eager loses in it, and float32 what the order of its sums costs
-(`omnicomp.analysis.accuracy`).
+(`omnicomp.analysis.accuracy`). With `numerics="eager"` results are compared with eager's own, bit for bit.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.autograd.mutations import write_targets
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.user_code import user_operators
-from omnicomp.analysis.accuracy import PRECISIONS, Judged, copy_of, judge
+from omnicomp.analysis.accuracy import PRECISIONS, copy_of, first_difference, judge
 from omnicomp.analysis.collectives import collectives_of
 from omnicomp.analysis.nodes import op_name
 from omnicomp.errors import LoweringError, first_line, harmless
@@ -109,16 +109,22 @@ class Verifier:
         dtype, kept = PRECISIONS[self.context.policy.reference], list(inputs)
         try:
             own = [copy_of(value) if index in self._changed else value for index, value in enumerate(inputs)]
-            wide = [copy_of(value, dtype) for value in inputs]
+            wide = [] if self._exact else [copy_of(value, dtype) for value in inputs]
             eager = self._eager_lowering()
             expected = list(eager.call(list(own)))
-            exact = list(boxed(in_precision(put_references(copy_module(self.module)), dtype))(list(wide)))
+            exact = (
+                []
+                if self._exact
+                else list(boxed(in_precision(put_references(copy_module(self.module)), dtype))(list(wide)))
+            )
         except Exception as error:  # noqa: BLE001 - becomes the verdict
             self.verdict, self._done = f"not verified: the reference raised {first_line(error)}", True
             return call(inputs)
         outputs = list(call(inputs))
         self._done = True
         changed = sorted(self._changed)
+        if self._exact:
+            return self._compared(outputs, kept, expected, own, eager)
         found, mine, true = (
             [*values, *(arguments[index] for index in changed)]
             for values, arguments in ((outputs, kept), (expected, own), (exact, wide))
@@ -132,8 +138,31 @@ class Verifier:
             wide = str(dtype).removeprefix("torch.")
             self.verdict = f"verified against {wide}: error {judged.error:.1e}, eager's {judged.own:.1e}"
             return outputs
-        self._fail(judged, eager)
-        for index in changed:
+        seen, allowed = f"error {judged.error:.1e}, eager's {judged.own:.1e}", f"at most {judged.allowed:.1e}"
+        sentence = f"is farther from {self.context.policy.reference} than eager's"
+        self._fail(judged.worst, sentence, seen, allowed, eager)
+        return self._eagers(kept, expected, own)
+
+    @property
+    def _exact(self) -> bool:
+        return self.context.policy.numerics == "eager"
+
+    def _compared(
+        self, outputs: list[Any], kept: list[Any], expected: list[Any], own: list[Any], eager: Executable
+    ) -> list[Any]:
+        """The results of a call if they are eager's in every bit, and eager's if they are not."""
+        changed = sorted(self._changed)
+        different = first_difference(
+            [*outputs, *(kept[index] for index in changed)], [*expected, *(own[index] for index in changed)]
+        )
+        if different is None:
+            self.verdict = "verified: eager's results in every bit"
+            return outputs
+        self._fail(different, "is not eager's in every bit", "other bits", "eager's bits", eager)
+        return self._eagers(kept, expected, own)
+
+    def _eagers(self, kept: list[Any], expected: list[Any], own: list[Any]) -> list[Any]:
+        for index in self._changed:
             kept[index].copy_(own[index])
         return expected
 
@@ -146,17 +175,17 @@ class Verifier:
     def _lowered(self) -> Executable:
         return EagerLowering().lower(put_references(copy_module(self.module)), self.inputs, self.context)
 
-    def _fail(self, judged: Judged, eager: Executable) -> None:
+    def _fail(self, worst: int | None, sentence: str, observed: str, needed: str, eager: Executable) -> None:
         context = self.context
         output = next(iter(reversed(self.module.graph.nodes)))
         results = output.all_input_nodes
-        node = results[judged.worst] if judged.worst is not None and judged.worst < len(results) else None
+        node = results[worst] if worst is not None and worst < len(results) else None
         reason = Reason(
             code="verification_failed",
             by=self.lowering,
-            sentence=f"result {judged.worst} is farther from {context.policy.reference} than eager's",
-            observed=f"error {judged.error:.1e}, eager's {judged.own:.1e}",
-            needed=f"at most {judged.allowed:.1e}",
+            sentence=f"result {worst} {sentence}",
+            observed=observed,
+            needed=needed,
             node=f"{node.name} ({op_name(node)})" if isinstance(node, Node) else "",
             lever="report the error; to see it raised, set options={'on_error': 'raise'}",
         )

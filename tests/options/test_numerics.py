@@ -1,35 +1,28 @@
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from omnicomp.options.eager_operators import EAGER_OPERATORS
+from omnicomp.errors import OptionError
 from omnicomp.options.policy import parse
 
 
-def test_eagers_rounding_is_asked_of_inductor_unless_the_user_says_otherwise() -> None:
+def test_eagers_numerics_ask_inductor_for_its_rounding_and_compare_first_calls() -> None:
     policy = parse(None, {"numerics": "eager"})
     assert policy.inductor["emulate_precision_casts"] is True
-    assert {rule.selector for rule in policy.rules} == set(EAGER_OPERATORS)
-    assert parse(None, {"numerics": "eager", "emulate_precision_casts": False}).inductor == {
-        **policy.inductor,
-        "emulate_precision_casts": False,
-    }
-    assert not parse(None, {}).rules
+    assert policy.inductor["fallback_random"] is True
+    assert policy.lowerings == ("inductor", "eager")
+    assert policy.verify == "first"
+    usual = parse(None, {})
+    assert (usual.verify, usual.lowerings[0]) == ("overrides", "override")
 
 
-def test_a_rule_of_the_user_comes_after_the_list() -> None:
-    policy = parse(None, {"numerics": "eager", "lowerings": {"aten.erf": "inductor"}})
+def test_what_the_user_says_is_kept() -> None:
+    asked = {"emulate_precision_casts": False, "lowerings": {"aten.erf": "override"}, "verify": "off"}
+    policy = parse(None, {"numerics": "eager", **asked})
+    assert policy.inductor["emulate_precision_casts"] is False
     assert policy.rules[-1].selector == "aten.erf"
+    assert (policy.verify, policy.lowerings) == ("off", ("inductor", "eager"))
 
 
-def halves(x: Tensor) -> list[Tensor]:
-    square = x * x
-    return [square, square / x, torch.isinf(square), F.gelu(x) * 1.5 / 3 + torch.erf(x)]
-
-
-@pytest.mark.inductor
-def test_half_precision_is_eagers_bit_for_bit() -> None:
-    x = torch.linspace(-300, 300, 64, dtype=torch.float16)
-    compiled = torch.compile(halves, backend="omni", options={"numerics": "eager"})
-    torch.testing.assert_close(compiled(x), halves(x), rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("beside", [{"dtype_policy": "bf16"}, {"lowerings": "measure"}, {"background": True}])
+def test_what_gives_other_values_is_refused_beside_it(beside: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match="leave one of them out"):
+        parse(None, {"numerics": "eager", **beside})

@@ -193,3 +193,13 @@ def test_code_that_is_generated_wrong_is_found_in_forward_and_backward() -> None
     assert ran == [("forward", "inductor"), ("backward", "eager")]
     assert "omnicomp bisect" in retreats[0].reason.lever
     assert omnicomp.audit().mismatches == ()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_with_eagers_numerics_every_bit_counts(right: bool) -> None:
+    made, timeline = verifier(lambda x: x * 2, X, numerics="eager")
+    call = made.around(lambda args: (args[0] * 2 if right else torch.nextafter(args[0] * 2, torch.tensor(9.0)),))
+    assert torch.equal(call([X])[0], X * 2)
+    assert made.failed is not right
+    sentences = [event.reason.sentence for event in timeline.events() if isinstance(event, Retreat)]
+    assert sentences == ([] if right else ["result 0 is not eager's in every bit"])

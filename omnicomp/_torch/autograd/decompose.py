@@ -31,8 +31,7 @@ def with_decompositions(module: GraphModule, inputs: Sequence[Any], part: str) -
     Args:
         module: a graph after autograd that was traced without any; it is not changed.
         inputs: fake tensors and symbolic sizes, one a placeholder.
-        part: `forward`, `backward` or `inference`; in the latter Inductor's passes on joint graphs run again, for what
-            they find only now.
+        part: if it is `inference`, Inductor's passes on joint graphs run again, for what they find only now.
     """
     with decompositions_mended():
         made = decomposed(module, inputs, select_decomp_table())

@@ -7,7 +7,7 @@ reproducer is `tests/_torch/repairs/test_decompositions.py`.
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Final
 
 import torch
@@ -49,27 +49,6 @@ def decompositions_mended() -> Generator[None]:
                         del table[target]
                     else:
                         table[target] = usual
-
-
-@contextlib.contextmanager
-def kept_whole(names: Iterable[str]) -> Generator[None]:
-    """Inside, Inductor's table has no decomposition of some operators; in the compile lock alone.
-
-    Args:
-        names: of operators, such as `aten.gelu`.
-    """
-    wanted = tuple(f"{name}." for name in names)
-    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for table in _tables() if wanted else ():
-        rest = {target: made for target, made in table.items() if str(target).startswith(wanted)}
-        taken.append((table, rest))
-        for target in rest:
-            del table[target]
-    try:
-        yield
-    finally:
-        for table, rest in taken:
-            table.update(rest)
 
 
 def _tables() -> tuple[Any, ...]:

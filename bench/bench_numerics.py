@@ -1,0 +1,118 @@
+"""Is `numerics="eager"` eager's in every bit: outputs, gradients and random numbers of models, and at what speed?
+
+    python bench/bench_numerics.py [--models llama vit] [--options JSON] [--rounds N] [--json FILE]
+
+The models are those of `bench_regions.py` that are installed, shrunk, with random weights. Each is run in evaluation
+without gradients and in a training step with its dropout, three times with other inputs and seeds, beside eager with
+the same; the third call is one that omnicomp does not compare itself. `operators` counts them by their lowering, and
+`eager` says that the comparison found a difference, so that a graph or a piece of it ran eager.
+"""
+
+import argparse
+import copy
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_regions import MODELS
+from harness import interleave
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import omnicomp
+
+
+def step(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any], seed: int, *, training: bool) -> list[Any]:
+    """Outputs, gradients, buffers and the state of the generator behind one call."""
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(training):
+        found = [value for value in tree_leaves(call(**inputs)) if isinstance(value, Tensor)]
+    if training:
+        sum(value.square().mean() for value in found if value.requires_grad).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*found, *gradients, *model.buffers(), torch.get_rng_state()]
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two tensors are equal in every bit."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return torch.equal(
+        found.detach().contiguous().flatten().view(torch.uint8),
+        expected.detach().contiguous().flatten().view(torch.uint8),
+    )
+
+
+def measure(name: str, arguments: argparse.Namespace, *, training: bool) -> dict[str, Any]:
+    """Compare one model, in inference or training."""
+    torch.manual_seed(0)
+    model = MODELS[name].make().train(training)
+    other = copy.deepcopy(model)
+    torch.compiler.reset()
+    call = torch.compile(other, backend="omni", options={"numerics": "eager", **json.loads(arguments.options)})
+    row: dict[str, Any] = {"model": name, "training": training, "calls": []}
+    start = time.perf_counter()
+    for seed in range(3):
+        torch.manual_seed(100 + seed)
+        inputs = MODELS[name].inputs()
+        expected = step(model, model, inputs, seed, training=training)
+        found = step(other, call, inputs, seed, training=training)
+        alike = len(found) == len(expected) and all(map(same, found, expected))
+        row["calls"].append(alike)
+        if not alike:
+            row["differ"] = [i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if not same(a, b)][:8]
+    report = omnicomp.audit()
+    placed = [part.placement for graph in report.graphs for part in graph.parts]
+    row["operators"] = dict(sum(map(Counter, placed), Counter()))
+    row["eager"] = [str(retreat.reason) for retreat in report.retreats]
+    row["seconds"] = time.perf_counter() - start
+    inputs = MODELS[name].inputs()
+    if arguments.rounds:
+        sides = {
+            "eager": lambda: step(model, model, inputs, 0, training=training),
+            "omni": lambda: step(other, call, inputs, 0, training=training),
+        }
+        times = interleave(sides, rounds=arguments.rounds, seconds=0.3)
+        row["speed"] = times["eager"].ratio_to(times["omni"])
+    return row
+
+
+def main() -> None:
+    """Compare, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--options", default="{}")
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models:
+        for training in (False, True):
+            try:
+                rows.append(measure(name, arguments, training=training))
+            except ImportError as error:
+                print(name, "is left out:", error, flush=True)
+                break
+            except Exception as error:
+                rows.append({"model": name, "training": training, "calls": [], "error": repr(error)[:300]})
+            print(
+                name,
+                "training" if training else "inference",
+                {k: v for k, v in rows[-1].items() if k != "report"},
+                flush=True,
+            )
+    equal = [bool(row["calls"]) and all(row["calls"]) for row in rows]
+    print(f"bit-equal: {sum(equal)} of {len(rows)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, default=str))
+
+
+if __name__ == "__main__":
+    main()
