@@ -23,8 +23,7 @@ from omnicomp.analysis.random_state import GeneratorStates, generator_states
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.backend.saved import carried
-from omnicomp.errors import first_line
-from omnicomp.lowerings.override import put_references
+from omnicomp.errors import LoweringError, first_line
 from omnicomp.runtime.eager_gradients import effects_of
 from omnicomp.runtime.override_check import devices_of
 from omnicomp.timeline import Option, Reason, current
@@ -33,13 +32,16 @@ _CALLS: Final = 2
 """How many calls are compared: the second has other inputs, and maybe other strides of its gradients."""
 
 
-def compared(compiled: Callable[..., Any], plain: GraphModule, graph: CapturedGraph) -> Callable[..., Any]:
+def compared(
+    compiled: Callable[..., Any], plain: GraphModule, graph: CapturedGraph, *, owned: bool = True
+) -> Callable[..., Any]:
     """The compiled graph, unless one of its first calls differs from eager in a bit.
 
     Args:
         compiled: what is to be compared.
-        plain: the graph as Dynamo captured it; owned by the result.
+        plain: the graph as Dynamo captured it.
         graph: what it belongs to.
+        owned: whether nobody else calls `plain`.
     """
     if graph.policy.numerics != "eager" or graph.policy.verify == "off":
         return compiled
@@ -53,8 +55,8 @@ def compared(compiled: Callable[..., Any], plain: GraphModule, graph: CapturedGr
             eager = comparison.eager_if_different(compiled, arguments)
             if eager is not None:
                 target, left = eager, 0
-            elif not left:
-                comparison.over()
+            elif not left and owned:
+                forget_tensors(plain)
         return target(*arguments)
 
     return carried(compiled, control_flow.disable(call, reason="omnicomp compares the graph with eager"))
@@ -77,7 +79,7 @@ class _Comparison:
     """Compares a compiled graph with the captured one."""
 
     def __init__(self, plain: GraphModule, graph: CapturedGraph) -> None:
-        self._plain, self._graph = put_references(plain), graph
+        self._plain, self._graph = plain, graph
         nodes = plain.graph.find_nodes(op="placeholder")
         fakes = [fake_value(node) for node in nodes]
         # Dynamo ran the graph's writes on these.
@@ -91,32 +93,27 @@ class _Comparison:
         if self._refusal:
             self._left_out(self._refusal)
             return None
-        states = generator_states(devices_of(arguments))
+        states, different = generator_states(devices_of(arguments)), ""
         try:
             for spread in (True, False) if self._graph.training else (False,):
                 expected = self._run(self._plain, arguments, states, spread=spread)
                 found = self._run(compiled, arguments, states, spread=spread)
-                different = first_difference(found.values, expected.values)
-                if different is not None:
-                    return self._eager(expected.names[different])
+                index = first_difference(found.values, expected.values)
+                different = different or ("" if index is None else expected.names[index])
         except control_flow.CONTROL_FLOW:
             raise
         except Exception as error:  # noqa: BLE001 - becomes an event; the call itself raises what it raises
             self._left_out(f"comparing it raised: {first_line(error)}")
         finally:
             states.restore()
-        return None
-
-    def over(self) -> None:
-        """Let go of the captured graph."""
-        forget_tensors(self._plain)
+        return self._eager(different) if different else None
 
     def _run(
         self, function: Callable[..., Any], arguments: Sequence[Any], states: GeneratorStates, *, spread: bool
     ) -> _Trial:
         """Run forward and backward; `spread`: on gradients that share one number, as of a sum."""
         states.restore()
-        own = [_copy(value) if index in self._written else value for index, value in enumerate(arguments)]
+        own = [_copy(value) if index in self._written else _own(value) for index, value in enumerate(arguments)]
         results = function(*own)
         values = {f"result {index}": value for index, value in enumerate(results)}
         values |= {f"input {index}, which it writes to": own[index] for index in self._written}
@@ -150,6 +147,8 @@ class _Comparison:
             source=graph.record.sources[0] if graph.record.sources else "",
             lever="report the graph; options={'numerics': 'inductor'} compiles it",
         )
+        if graph.policy.on_error == "raise":
+            raise LoweringError(f"{graph.id} is wrong on {graph_compiler(graph)}: {reason}")
         once, plain = record_eager(graph.id, graph_compiler(graph), reason), self._plain
 
         def run(*arguments: Any) -> Any:
@@ -174,6 +173,11 @@ class _Comparison:
                 ),
             )
         )
+
+
+def _own(value: Any) -> Any:
+    """The same memory, without the hooks of the program on its gradient."""
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _copy(value: Tensor) -> Tensor:

@@ -195,6 +195,7 @@ def _check(policy: Policy) -> None:
         "placement rules; leave out the mapping in the option lowerings": bool(policy.rules),
         f"lowerings={policy.choose!r}; name the lowerings": policy.choose != "off",
         "a graph without Inductor; name inductor in the option lowerings": "inductor" not in policy.lowerings,
+        "numerics='eager', whose first calls are compared; leave it out": policy.numerics == "eager",
         f"verify={policy.verify!r}; leave it out": policy.verify in VERIFYING,
         "the option dtype_error; name operators in a DtypePolicy": policy.dtype_error is not None,
     }

@@ -166,7 +166,7 @@ def compile_graph(
         try:
             if passed.assumptions:
                 compiled = _with_variants(passed, original, inputs, graph)
-                return checked(compared(compiled, plain, graph), plain, sharing, graph)
+                return checked(compared(compiled, plain, graph, owned=False), plain, sharing, graph)
             compiled = _build(passed, inputs, graph, after_dynamo=after_dynamo)
         except LateOverrides as wanted:
             gm = copy_module(original)
@@ -178,7 +178,8 @@ def compile_graph(
         for copy in (plain, original):
             if copy is not passed.module and not (copy is plain and needed):
                 forget_tensors(copy)
-        return checked(compared(compiled, plain, graph), plain, sharing, graph)
+        compiled = compared(compiled, plain, graph, owned=not sharing.compared)
+        return checked(compiled, plain, sharing, graph)
 
 
 def _build(

@@ -46,8 +46,8 @@ PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_difference_anywhere_makes_the_graph_run_eager(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pipeline.compared
 
-    def planted(call: Callable[..., Any], *more: Any) -> Any:
-        return real(lambda *arguments: [PLANTED[what](value) for value in call(*arguments)], *more)
+    def planted(call: Callable[..., Any], *more: Any, owned: bool) -> Any:
+        return real(lambda *arguments: [PLANTED[what](value) for value in call(*arguments)], *more, owned=owned)
 
     monkeypatch.setattr(pipeline, "compared", planted)
     x = torch.randn(8, requires_grad=True)
