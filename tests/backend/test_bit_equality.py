@@ -11,7 +11,7 @@ import omnicomp
 from omnicomp.backend import pipeline
 from omnicomp.timeline import Option, Retreat, current
 
-OPTIONS = {"numerics": "eager", "lowerings": ["eager"], "summary": False}
+OPTIONS: dict[str, Any] = {"numerics": "eager", "lowerings": ["eager"], "summary": False}
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
