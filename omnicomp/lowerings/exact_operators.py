@@ -1,6 +1,7 @@
 """Operators of which Inductor's code gives eager's bits; bench/sweep_numerics.py writes this.
 
-On 2026-11-23, with torch 2.13.0+cpu on a CPU.
+On 2026-11-23, with torch 2.13.0+cpu on a CPU, for bfloat16. What it has of float32 and int64 was
+put there by hand: IEEE 754 and integers leave no choice.
 """
 
 from typing import Final
