@@ -57,7 +57,8 @@ def inexact(node: Node, by: str) -> Reason | None:
 def key_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The key of a call in the table: code for numbers of the program is other code than that for tensors."""
     numbers = any(isinstance(value, (int, float)) and type(value) is not bool for value in (*args, *kwargs.values()))
-    return f"{str(target).rpartition('.')[0]}{' number' if numbers else ''}"
+    kind = " scaled" if "alpha" in kwargs else " number" if numbers else ""  # eager's sums may fuse the product
+    return f"{str(target).rpartition('.')[0]}{kind}"
 
 
 def computes(node: Node) -> bool:

@@ -42,6 +42,7 @@ def test_moves_and_what_was_never_seen_to_differ_may_be_fused(function: Callable
         (lambda x: x.softmax(-1), FLOATS),
         (lambda x: x.exp(), FLOATS),
         (lambda x: torch.rand_like(x), FLOATS),
+        (lambda x: torch.sub(x, x, alpha=0.3), FLOATS),
         (lambda x: torch.erf(x), HALVES),
         (lambda x: x.int(), FLOATS),
         (lambda x: x + x, FLOATS.to(torch.complex64)),
