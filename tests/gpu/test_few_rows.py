@@ -1,4 +1,4 @@
-"""On a CUDA device: layers of few rows take their kernels, and are as near as eager's."""
+"""On a CUDA device: layers of few rows and attention of few queries take their kernels, and are as near as eager."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from recorded import events
 
 from omnicomp.devices import resolve_device
 from omnicomp.devices.limits import limits
+from omnicomp.passes.attention.few_queries import FEW_QUERIES
 from omnicomp.passes.few_rows import LINEARS
 from omnicomp.passes.kernels import measured
 from omnicomp.timeline import Rewrite
@@ -41,6 +42,26 @@ def test_layers_are_as_near_as_eagers(dtype: torch.dtype, rows: int, features: i
             given = (weights[at], *biases[at : at + 1])
             exact = F.linear(x.double(), *(each.double() for each in given))
             assert near(found, F.linear(x, *given), exact)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (4, 4)])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize(("keys", "last"), [(1024, 1), (1024, 100), (1000, 1000), (8192, 5000)])
+def test_attention_is_as_near_as_eagers(heads: tuple[int, int], queries: int, keys: int, last: int) -> None:
+    query, key, value = (
+        random(2, n, size, 64) for n, size in zip((*heads, heads[1]), (queries, keys, keys), strict=True)
+    )
+    mask = (torch.arange(keys, device="cuda") < last)[None, None, None].repeat(2, 1, 1, 1)
+    mask[0, ..., : last // 2] = False
+    number = torch.tensor(last, device="cuda")
+    given = {"scale": 0.125, "enable_gqa": True}
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=mask, **given)
+    eager = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **given)
+    key[:, :, last:] = value[:, :, last:] = torch.nan
+    added = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+    for each in (mask, added):
+        assert near(FEW_QUERIES(query, key, value, each, number, 0.125), eager, exact)
+    assert not FEW_QUERIES(query, key.nan_to_num(), value.nan_to_num(), torch.zeros_like(mask), number, 0.125).any()
 
 
 class Block(torch.nn.Module):
@@ -83,6 +104,7 @@ def test_a_step_takes_the_kernels_and_waits_for_nothing(mode: str | None) -> Non
             torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
     made = [event.target for event in events(Rewrite)]
     assert made.count("omnicomp::linears_of_few_rows") == 6
+    assert made.count("omnicomp::attention_of_few_queries") == 1
 
 
 def test_limits_are_measured_once() -> None:

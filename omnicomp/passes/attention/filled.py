@@ -6,7 +6,7 @@ the compiled graph, so that one graph serves all positions.
 """
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,7 @@ from omnicomp.passes.attention.sdpa import Parts, axes_of_step, hides, lowest_of
 from omnicomp.passes.attention.session import Attempt, Session
 from omnicomp.passes.attention.site import Site, axes_in, uncast
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Term, flat
+from omnicomp.passes.kernels import measured
 
 # Keys for each query; where there are about as many queries as keys, few keys are hidden from all of them.
 _KEYS_OF_A_QUERY: Final = 4
@@ -28,8 +29,8 @@ _MANY_ELEMENTS: Final = 1 << 17
 _ELEMENTS_OF_A_MASK: Final = 8
 
 
-def filled_keys(mask: torch.Tensor, lowest: float) -> int:
-    """How many keys have to be read: up to the last one that a query sees.
+def last_key(mask: torch.Tensor, lowest: float) -> torch.Tensor:
+    """How many keys have to be read, on the device: up to the last one that a query sees.
 
     If there is a row in which no key is seen, these are all keys, since such a row may share all values.
 
@@ -38,7 +39,7 @@ def filled_keys(mask: torch.Tensor, lowest: float) -> int:
         lowest: a number that hides a key if it, or a lower one, is added.
 
     Returns:
-        1 to K. The host waits for it.
+        1 to K, without dimensions.
     """
     keys = mask.shape[-1]
     if mask.dtype is torch.bool:
@@ -47,21 +48,27 @@ def filled_keys(mask: torch.Tensor, lowest: float) -> int:
         # A key whose mask is not a number is seen. Beside a key that is clear, one that is hidden has no weight.
         seen, clear = torch.logical_not(mask <= lowest), mask >= -NO_WEIGHT
     last = torch.where(seen, torch.arange(1, keys + 1, device=mask.device), 0).amax()
-    return read_number(torch.where(clear.any(-1).all(), last, keys), least=1, most=keys)
+    return torch.where(clear.any(-1).all(), last, keys)
 
 
+def filled_keys(mask: torch.Tensor, lowest: float) -> int:
+    """The same as a number, for which the host waits."""
+    return read_number(last_key(mask, lowest), least=1, most=mask.shape[-1])
+
+
+LAST_KEY: Final = sdpa.define("last_key(Tensor mask, float lowest) -> Tensor", last_key)
 FILLED_KEYS: Final = sdpa.define("filled_keys(Tensor mask, float lowest) -> SymInt", filled_keys)
 
 
 def may_be_filled(site: Site, form: Form, masking: Masking, session: Session) -> bool:
     """Whether data may hide keys from all queries, and looking for the last one costs little beside reading them all.
 
-    On other devices than the CPU the host would wait for the device.
+    On a GPU the number of keys stays on the device, which takes a kernel of its own (`few_queries`).
     """
     old, keys = site.fake(), set(flat(site.keys))
     shown: set[Axis] = set().union(*map(axes_of_step, form.mask))
     axes = flat((*site.batch, *site.queries, *site.keys))
-    if old.device.type != "cpu" or old.requires_grad or not shown & keys:
+    if old.requires_grad or not shown & keys or not (on_host(site) or measured(session.context.device)):
         return False
     if not all(is_static(axis.size) for axis in axes):
         return False
@@ -71,6 +78,11 @@ def may_be_filled(site: Site, form: Form, masking: Masking, session: Session) ->
     few = _count(site.queries) * _KEYS_OF_A_QUERY <= _count(site.keys)
     elements = site.key.value.fake.numel() + site.value.value.fake.numel()
     return few and elements >= max(_MANY_ELEMENTS, _ELEMENTS_OF_A_MASK * _count(tuple(shown)))
+
+
+def on_host(site: Site) -> bool:
+    """Whether the host knows the number of keys without waiting for a device."""
+    return site.fake().device.type == "cpu"
 
 
 def is_prefix(site: Site, masking: Masking) -> bool:
@@ -99,14 +111,18 @@ def cut(made: Parts, site: Site, form: Form, attempt: Attempt) -> Parts:
 
     The number is found once for all sites that share a mask.
     """
-    shared, call = attempt.session.shared, attempt.call
-    name = ("filled", mask_key(site, form), site.dtype)
-    if name not in shared:
-        with unbound(site.fake()):
-            shared[name] = call(FILLED_KEYS, (made.mask, lowest_of(site, form, attempt.session.reader)))
-    keys = shared[name]
+    keys, call = keys_seen(FILLED_KEYS, made, site, form, attempt), attempt.call
     key, value = (call(torch.narrow, (each, 2, 0, keys)) for each in (made.key, made.value))
     return dataclasses.replace(made, key=key, value=value, mask=call(torch.narrow, (made.mask, 3, 0, keys)))
+
+
+def keys_seen(operator: Any, made: Parts, site: Site, form: Form, attempt: Attempt) -> Any:
+    """How many keys are to be read, by one of the two operators; once for all sites that share a mask."""
+    shared, name = attempt.session.shared, (operator, mask_key(site, form), site.dtype)
+    if name not in shared:
+        with unbound(site.fake()):
+            shared[name] = attempt.call(operator, (made.mask, lowest_of(site, form, attempt.session.reader)))
+    return shared[name]
 
 
 def _count(axes: tuple[Axis, ...]) -> int:

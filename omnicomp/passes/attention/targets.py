@@ -19,7 +19,8 @@ from omnicomp.passes.attention.differentiable import (
     head_sizes_pay,
     sink_kernel,
 )
-from omnicomp.passes.attention.filled import cut, is_prefix, may_be_filled
+from omnicomp.passes.attention.few_queries import FEW_QUERIES, fits
+from omnicomp.passes.attention.filled import LAST_KEY, cut, is_prefix, keys_seen, may_be_filled, on_host
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
@@ -113,7 +114,8 @@ def _ways(site: Site, session: Session, ended: list[MatchEnded]) -> Iterator[_Wa
     if not lowered and flex_pays(site, form, masking, session):
         yield flexible
     for variant in _filled(site, form, masking, session):
-        yield functools.partial(_plain, site, form, masking, variant)
+        way = _plain if on_host(site) else _few_queries
+        yield functools.partial(way, site, form, masking, variant)
     for variant in _variants(site, form, masking):
         yield functools.partial(_plain, site, form, masking, variant)
     for variant in _variants(site, form, masking):
@@ -135,7 +137,10 @@ def _ways_of_call(site: Site, form: Form, masking: Masking, session: Session) ->
     if not lowered and not site.call.default_scale and flex_pays(site, form, masking, session):
         yield functools.partial(insert, site, form, masking)
     for variant in _filled(site, form, masking, session) if site.call.mask is not None else ():
-        yield functools.partial(_same_mask, site, form, masking, variant, better=True)
+        if on_host(site):
+            yield functools.partial(_same_mask, site, form, masking, variant, better=True)
+        elif not site.call.default_scale and _sure_of_rows(site, form, variant, session):
+            yield functools.partial(_few_queries, site, form, masking, variant)
     repeated = any(
         hint_of(fake_value(given).numel()) > hint_of(held.value.fake.numel())
         for given, held in zip(site.call.operands[1:], (site.key, site.value), strict=True)
@@ -163,15 +168,21 @@ def _same_mask(
     if before and not better and chosen is not None and not (chosen.timed and chosen.kernel):
         attempt.kept = False
         return None
-    # The kernels disagree about rows in which a number hides every key: on the CPU in half precision and in gradients.
-    old, reader = site.fake(), attempt.session.reader
-    sure = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
-    sure |= variant.rows_nonempty or all(isinstance(step, Fill) or not hides(step, reader) for step in form.mask)
     same = chosen is not None and bool(before) and chosen.detail.endswith(f"kernel {before}")
-    if not sure and not same:
+    if not same and not _sure_of_rows(site, form, variant, attempt.session):
         attempt.kept = False
         return None
     return chosen
+
+
+def _sure_of_rows(site: Site, form: Form, variant: Variant, session: Session) -> bool:
+    """Whether all kernels agree about the rows of a call.
+
+    They don't about rows in which a number hides every key: on the CPU in half precision and in gradients.
+    """
+    old, reader = site.fake(), session.reader
+    sure = old.device.type == "cpu" and not old.requires_grad and site.dtype != torch.float16
+    return sure or variant.rows_nonempty or all(isinstance(s, Fill) or not hides(s, reader) for s in form.mask)
 
 
 def as_called(site: Site, session: Session) -> str:
@@ -298,6 +309,19 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
     detail = _describe(site, form, masking, variant, kernel)
     chosen = attempt.keep(form, fused, target="scaled_dot_product_attention", detail=detail)
     return dataclasses.replace(chosen, timed=timed, kernel=pinned)
+
+
+def _few_queries(site: Site, form: Form, masking: Masking, variant: Variant, attempt: Attempt) -> Chosen | None:
+    """The kernel for few queries, which reads the keys up to the last one seen."""
+    made = _parts(attempt, form, variant)
+    operands = (made.query, made.key, made.value, made.mask)
+    lowered = attempt.session.computed_dtype(site) is not site.dtype
+    if lowered or variant.padded or site.dropout or not fits(*map(fake_value, operands)):
+        return None
+    last = keys_seen(LAST_KEY, made, site, form, attempt)
+    fused = finish(site, form, attempt.call(FEW_QUERIES, (*operands, last, form.scale)), made, attempt.builder)
+    detail = _describe(site, form, masking, variant, FEW_QUERIES.name())
+    return attempt.keep(form, fused, target=FEW_QUERIES.name(), detail=detail)
 
 
 def _spread(site: Site, observed: str) -> MatchEnded:

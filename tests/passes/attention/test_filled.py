@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from fusion import Backend, compiled, fuse
 
-from omnicomp.passes.attention.filled import FILLED_KEYS
+from omnicomp.passes.attention import filled, targets
+from omnicomp.passes.attention.few_queries import FEW_QUERIES
+from omnicomp.passes.attention.filled import FILLED_KEYS, LAST_KEY
 
 KEYS = 1024
 LOWEST = torch.finfo(torch.float32).min
@@ -85,3 +87,38 @@ def test_what_would_not_pay_is_left(step, arguments):
     backend = Backend()
     compiled(step, backend)(*arguments, torch.tensor(70))
     assert not any(FILLED in event.detail for event in backend.timeline.events() if hasattr(event, "detail"))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The ways of a GPU; the operator computes its reference on the CPU."""
+    monkeypatch.setattr(filled, "measured", lambda device: True)
+    for module in (filled, targets):
+        monkeypatch.setattr(module, "on_host", lambda site: False)
+
+
+HALF = {
+    "added": lambda q, k, v, p: attend(q @ k.mT * 0.125 + torch.where(seen(p), 0.0, LOWEST).to(q.dtype), v),
+    "infinite": lambda q, k, v, p: attend((q @ k.mT * 0.125).masked_fill(torch.arange(KEYS) > p, -math.inf), v),
+    "called": STEPS["called"],
+}
+
+
+@pytest.mark.parametrize("step", HALF.values(), ids=HALF)
+def test_on_a_gpu_the_number_of_keys_stays_on_the_device(step, gpu):
+    q, k, v = (tensor.bfloat16() for tensor in operands())
+    backend = Backend()
+    run = compiled(step, backend)
+    for position in (3, 600, KEYS - 1):
+        found, expected = (each(q, k, v, torch.tensor(position)) for each in (run, step))
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert backend.rewrite().target == "omnicomp::attention_of_few_queries"
+    (module,) = backend.graphs
+    assert [node.target for node in module.graph.nodes].count(LAST_KEY) == 1
+    assert not any(node.target is FILLED_KEYS for node in module.graph.nodes)
+
+
+def test_the_operator_for_few_queries_is_described_as_it_computes():
+    q, k, v = (tensor.bfloat16() for tensor in operands())
+    arguments = (q, k, v, seen(9), torch.tensor(10), 0.125)
+    torch.library.opcheck(FEW_QUERIES, arguments, test_utils=("test_schema", "test_faketensor"))
