@@ -189,7 +189,7 @@ class Policy:
         "never",
         choice("auto", "always", "never"),
         '`"auto"`: a compiled graph on CUDA whose replays as a CUDA graph are measured to be faster than its calls is '
-        "recorded. What a call returns is copied, so that no later one overwrites it. Not run on a device yet. "
+        "recorded. What a call returns is copied, so that no later one overwrites it. Training gains nothing yet. "
         '`"always"`: without measuring; `"never"`: only as Inductor\'s own `triton.cudagraphs` and '
         '`mode="reduce-overhead"` do, which go before this option. See [ADR 23](adr/0023-cuda-graphs-by-themselves.md)',
     )

@@ -671,14 +671,20 @@ def evaluated_between_forward_and_backward(compile: Compile) -> list[Any]:
 @program()
 def hooks(compile: Compile) -> list[Any]:
     model, found = mlp(), []
-    run = compile(model)
+    run, seen = compile(model), dict[int, torch.Tensor]()
+
+    def accumulated(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        seen[id(p)] = p.grad.clone()
+
     for p in model.parameters():
         p.register_hook(lambda g: g * 2)
-        p.register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone()))
+        p.register_post_accumulate_grad_hook(accumulated)
     for _ in range(CALLS):
         y = run(draw(8, 32))
         y.register_hook(lambda g: found.append(g))
         y.square().mean().backward()
+        found.extend([seen.pop(id(p)) for p in model.parameters()])  # in which order they are called is autograd's
         model.zero_grad()
     return found
 
@@ -809,4 +815,4 @@ def test_values_are_those_without_recordings(function: Program, recorded: bool, 
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4, msg=lambda text, at=index: f"value {at}: {text}")
     states = [event for event in events() if isinstance(event, CudaGraph)]
     if how == "always" and recorded:
-        assert any(event.state == "recorded" for event in states), states
+        assert any(event.state == "recorded" for event in states), [event.reason for event in states]

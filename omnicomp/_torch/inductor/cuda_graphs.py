@@ -129,6 +129,12 @@ class Trees(CUDAGraphTreeManager):
         """Whether memory belongs to the pool, by the address where its storage begins."""
         return address in self._pointers
 
+    def shutdown(self) -> None:
+        """Let go of all recordings."""
+        # Torch's own reset, which may come first, ends the caching of tensors for these trees, too.
+        torch._C._set_cached_tensors_enabled(True)
+        super().shutdown()
+
     def bytes_held(self) -> int:
         """Size of the pool."""
         return sum(segment["total_size"] for segment in get_cudagraph_segments(self.cuda_graphs_thread_pool))
