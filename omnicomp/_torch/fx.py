@@ -84,6 +84,9 @@ def copy_module(module: GraphModule, *, lazy: bool = False) -> GraphModule:
                 value = getattr(value, part)
             root[node.target] = copy_module(value) if isinstance(value, GraphModule) else value
     result = (_LazyGraphModule if lazy else GraphModule)(root, graph, module.__class__.__name__)
+    for name in root.keys() & result._buffers.keys() - dict(module.named_buffers(recurse=False)).keys():
+        # FX makes a buffer of each tensor. AOTAutograd asks where buffers come from, and a constant of a pass is none.
+        setattr(result, name, result._buffers.pop(name))
     result.meta = dict(module.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(module, name):

@@ -56,3 +56,18 @@ def test_tensors_of_the_program_can_be_swapped_for_others(training: bool) -> Non
     for tensor, other in ((x, torch.zeros(2, 3)), (model.weight, torch.nn.Parameter(torch.zeros(3, 3)))):
         torch.utils.swap_tensors(tensor, other)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_constant_of_a_pass_is_no_buffer_of_a_copy() -> None:
+    """AOTAutograd asks where each buffer of Dynamo's graph comes from, and raises if that is not known."""
+    holder = torch.nn.Module()
+    holder.register_buffer("buffer", torch.rand(3))
+    holder.constant = torch.rand(3)
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.add, (graph.get_attr("buffer"), graph.create_node("get_attr", "constant"))))
+    module = GraphModule(holder, graph)
+    module._buffers.pop("constant", None)
+    module.constant = holder.constant
+    copy = copy_module(copy_module(module))
+    assert dict(copy.named_buffers()).keys() == {"buffer"}
+    torch.testing.assert_close(copy(), holder.buffer + holder.constant)
