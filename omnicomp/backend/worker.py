@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch._inductor.config
+import torch
 
 from omnicomp._torch.dynamo import control_flow, late_compile, samples, saving, shipping
 from omnicomp._torch.fx import copy_module

@@ -120,6 +120,7 @@ def test_passes_that_may_change_a_bit_are_left_out() -> None:
     assert "numerics" in found.note
 
 
+@pytest.mark.usefixtures("own_overrides")
 def test_an_override_that_the_user_places_is_compared_as_well() -> None:
     @omnicomp.override(op=torch.ops.aten.cumsum.default)
     def by_product(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from omnicomp.timeline import CudaGraph, events
 
-pytestmark = [pytest.mark.gpu, pytest.mark.inductor]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.inductor,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 CALLS: Final = 24
 Compile = Callable[..., Any]

@@ -112,4 +112,5 @@ def test_every_lock_of_the_package_is_one_of_these() -> None:
     ).stdout.splitlines()
     names = {re.sub(r":.*", "", str(Path(line).relative_to(package))) for line in found}
     anew_by_themselves = {"timeline/progress_line.py", "backend/background.py", "backend/worker_pool.py"}
-    assert names == {"safety/forks.py", *anew_by_themselves}
+    unused_in_children = {"_torch/inductor/cuda_graphs.py"}  # no forked child can use CUDA
+    assert names == {"safety/forks.py", *anew_by_themselves, *unused_in_children}
