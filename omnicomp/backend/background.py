@@ -512,10 +512,7 @@ class Behind:
         if isinstance(variants, Variants) and not self._partial:
             self._variants = variants
             variants.on_new_case(self._vary)
-        eager, resize = (
-            self._eager,
-            weakref.WeakMethod(self._resize),
-        )  # what is called does not keep alive what calls it
+        eager, resize = self._eager, weakref.WeakMethod(self._resize)  # what is called keeps no caller alive
         call = self._wrapped(restored, answer.sizes, eager=lambda *args: (resize() or eager)(*args))
         return lambda: self._swapped(call, "swapped")
 

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from omnicomp._torch.dynamo import control_flow, late_compile, samples, saving, shipping
 from omnicomp._torch.fx import copy_module
+from omnicomp._torch.inductor import libraries
 from omnicomp.backend.background import Answer, Task, Wish
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.pipeline import compile_graph
@@ -32,9 +31,7 @@ def build(data: bytes) -> bytes:
     try:
         wish: Wish = pickle.loads(data)
         with drafting(draft), shipping.unpacked(wish.graph, wish.sizes) as shipped:
-            # C++ is built in this process, as `libraries.watch` has it written.
-            threads = {"compile_threads": 1} if shipped.extra.device == "cpu" else {}
-            with saving.bundled(keyless=True), torch._inductor.config.patch(threads):  # type: ignore[attr-defined]
+            with saving.bundled(keyless=True), libraries.built_here(shipped.extra.device):
                 return pickle.dumps(_answer(shipped, wish, draft))
     except Exception as error:  # noqa: BLE001 - becomes the reason why the program builds the graph itself
         return pickle.dumps(Answer(events=(), error=first_line(error), kept_here=True))

@@ -58,6 +58,11 @@ def watch() -> None:
         cpp_builder.CppBuilder.build = _whole(cpp_builder.CppBuilder.build)  # type: ignore[method-assign]
 
 
+def built_here(device: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, C++ is built in this process and not in Inductor's compile workers, as `watch` has it written."""
+    return torch._inductor.config.patch({"compile_threads": 1} if device == "cpu" else {})  # type: ignore[attr-defined]
+
+
 def used() -> dict[str, Path]:
     """The libraries that this process loaded, by identity."""
     return {name: path for name, path in _used.items() if path.is_file()}
