@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.nn import _reduction
@@ -35,6 +36,7 @@ _CONTIGUOUS: Final = (
     "one_hot",
     "rrelu",
     "pow",
+    "batch_norm",
 )  # in eager, whatever the input
 _COPIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "example_value")
 
@@ -229,7 +231,8 @@ class RepairStrides(Repair):
     """Makes results contiguous that eager makes contiguous, where torch's decompositions keep the strides of the input.
 
     `torch.compile(F.logsigmoid)(x.mT)` has the strides of its input, and a `view` of it, which eager allows, raises.
-    Nothing is copied where the result is contiguous anyway.
+    Nothing is copied where the result is contiguous anyway. Batch normalisation is repaired on the CPU, where eager keeps
+    no strides but those of channels that are last.
     """
 
     name: ClassVar[str] = "repair_strides"
@@ -262,10 +265,20 @@ def _loses_contiguity(node: Node) -> bool:
         return False
     if op_name(node).endswith("pow") and (node.op == "call_method" or isinstance(node.args[0], Node)):
         return False  # only of a number as the base
+    if op_name(node).endswith("batch_norm") and (value.device.type != "cpu" or _may_have_channels_last(value)):
+        return False
     if op_name(node).endswith("rrelu") and (node.kwargs.get("inplace") or node.args[4:5] == (True,)):
         return False
     # A question about symbols would be a guard.
     return any(type(number) is not int for number in (*value.shape, *value.stride())) or not value.is_contiguous()
+
+
+def _may_have_channels_last(value: Tensor) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    if last is None:
+        return False
+    known = all(type(number) is int for number in (*value.shape, *value.stride()))
+    return not known or value.is_contiguous(memory_format=last) or suggest_memory_format(value) is last
 
 
 class RepairAssertions(Repair):

@@ -103,6 +103,10 @@ def test_results_that_eager_makes_contiguous_are_made_so() -> None:
         lambda x: torch.pow(2, x),
         lambda x: x**2,
         lambda x: F.rrelu(x * 1, inplace=True),
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.batch_norm(x[None], torch.zeros(5), torch.ones(5)),
+        lambda x: F.batch_norm(x[:, None].mT, None, None, training=True),
+        lambda x: F.batch_norm(x.flatten(1).t(), None, None, training=True),
     ],
 )
 def test_strides_are_eagers(function: Callable[[Tensor], Tensor]) -> None:
