@@ -231,8 +231,8 @@ class RepairStrides(Repair):
     """Makes results contiguous that eager makes contiguous, where torch's decompositions keep the strides of the input.
 
     `torch.compile(F.logsigmoid)(x.mT)` has the strides of its input, and a `view` of it, which eager allows, raises.
-    Nothing is copied where the result is contiguous anyway. Batch normalisation is repaired on the CPU, where eager keeps
-    no strides but those of channels that are last.
+    Nothing is copied where the result is contiguous anyway. Batch normalisation is repaired on the CPU, where eager
+    keeps no strides but those of channels that are last.
     """
 
     name: ClassVar[str] = "repair_strides"
