@@ -581,6 +581,25 @@ def test_a_router_over_learned_vectors_is_not_reported():
     assert backend.of(Rewrite) == backend.of(NearMiss) == []
 
 
+class Streams(torch.nn.Module):
+    """Mixes streams by a softmax over features of a linear layer, which reads streams that were mixed before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Linear(4 * 8, 16)
+
+    def forward(self, x, mixing):
+        streams = mixing @ x
+        return torch.softmax(self.weights(streams.flatten(2)).unflatten(-1, (4, 4)), -1) @ streams
+
+
+def test_a_softmax_over_features_of_a_linear_layer_mixes_no_heads():
+    streams, backend, x = Streams(), Backend(), torch.randn(2, 4, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(streams, backend)(x, x @ x.mT), streams(x, x @ x.mT))
+    assert backend.of(Rewrite) == backend.of(NearMiss) == []
+
+
 def test_a_softmax_over_queries_is_left_alone_and_named():
     backend = fuse(lambda x: torch.softmax(x @ x.mT, 1) @ x, torch.randn(2, 6, 8))
     assert "not over the keys" in backend.miss().sentence

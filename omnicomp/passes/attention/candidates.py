@@ -10,9 +10,9 @@ from torch.fx import Graph, GraphModule
 
 from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.nodes import is_normalizing
-from omnicomp.passes.attention.reader import axes_of
+from omnicomp.passes.attention.reader import Reader, axes_of
 from omnicomp.passes.attention.site import MatchEnded
-from omnicomp.passes.attention.terms import flat
+from omnicomp.passes.attention.terms import Read, flat, leaves
 from omnicomp.passes.attention.trace import Op, Trace, Value
 from omnicomp.passes.attention.views import VIEWS, NotAView, broadcast, followed
 
@@ -259,24 +259,35 @@ def _repeats_both(op: Op | None) -> bool:
 
 def _mixing(softmax: Op) -> Op | None:
     """The product with a parameter between a product of scores and the softmax, or between that and the values."""
-    size, scores = softmax.outputs[0].fake.shape[normalized_dim(softmax)], next(softmax.inputs)
+    scores, weights = next(softmax.inputs), softmax.outputs[0]
     before = None if comes_from_product(scores) else _nearest(scores, (*PRODUCTS, "convolution"), up=True)
-    before = None if before is None or _is_of_keys(before.outputs[0], before, size) else before
-    if before is not None and not any(map(comes_from_product, before.inputs)):
+    if before is not None and not (_is_apart(scores, before, softmax) and any(map(comes_from_product, before.inputs))):
         return None
     if before is None and not comes_from_product(scores):
         return None
-    if product_below(softmax.outputs[0]) is not None:
+    if product_below(weights) is not None:
         return before
-    after = _nearest(softmax.outputs[0], (*PRODUCTS, "convolution"), up=False)
-    if after is None or _is_of_keys(after.args[0], after, size):
+    after = _nearest(weights, (*PRODUCTS, "convolution"), up=False)
+    if after is None or not _is_apart(after.args[0], after, softmax):
         return None
     return None if product_below(after.outputs[0]) is None else before or after
 
 
-def _is_of_keys(value: Value, op: Op, size: Any) -> bool:
-    """Whether the features that a product makes, or reads, are what is normalized."""
-    return op.name in PRODUCTS and known_equal(value.fake.shape[-1], size)
+def _is_apart(value: Value, product: Op, softmax: Op) -> bool:
+    """Whether what is normalized is none of the features that a product makes or reads.
+
+    `value` is the input of the softmax, which comes from the product; or that of the product, from the softmax.
+    """
+    if product.name not in PRODUCTS:
+        return True
+    at, dim = axes_of(value), normalized_dim(softmax)
+    end = product if value is next(softmax.inputs) else softmax
+    reader = Reader()
+    for read in leaves(reader.expand(reader.read(value, at))):
+        if isinstance(read, Read) and read.value in end.outputs:
+            keys, features = (at[dim], read.at[-1]) if end is product else (read.at[dim], at[-1])
+            return not set(keys.flat()) & set(features.flat())
+    return False
 
 
 def _nearest(value: Value, names: Collection[str], *, up: bool) -> Op | None:
