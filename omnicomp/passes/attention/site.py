@@ -68,7 +68,7 @@ class Floor:
 
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """The scores are cast to a dtype of a smaller range: those below its least number become -inf."""
+    """The scores are cast to a dtype of a smaller range: those below a number become -inf."""
 
     least: float
 
@@ -236,10 +236,18 @@ def steps_of(score: Term) -> list[Step | Narrow] | None:
             if step is None:
                 return None
             steps.append(step)
-        elif (least := torch.finfo(score.dtype).min) > torch.finfo(inner.dtype).min:
-            steps.append(Narrow(least))
+        elif torch.finfo(score.dtype).min > torch.finfo(inner.dtype).min:
+            steps.append(Narrow(_least_kept(inner.dtype, score.dtype)))
         score = inner
     return steps[::-1]
+
+
+def _least_kept(source: torch.dtype, dtype: torch.dtype) -> float:
+    """The least number that is still finite after it was rounded to one dtype, and then to another."""
+    least = torch.finfo(dtype).min
+    rounded = torch.tensor(least, dtype=source).item()
+    # bfloat16 has no -65504, the least of float16: what is nearer to -65536 than to -65280 becomes that, and then -inf.
+    return rounded * (1 - torch.finfo(source).eps / 4) if rounded < least else least
 
 
 def step_of(term: Apply, carrier: int) -> Step | None:

@@ -11,7 +11,7 @@ from omnicomp.passes.attention.form import dense_form, is_finite, number, open_f
 from omnicomp.passes.attention.site import Add, Fill, MatchEnded, Scale
 
 Q, K, V, M = inputs()
-LOWEST = torch.finfo(torch.float32).min
+LOWEST, HALF = (torch.finfo(dtype).min for dtype in (torch.float32, torch.float16))
 
 
 def form_of(scores, *more):
@@ -171,6 +171,21 @@ def test_a_mask_that_no_later_step_lifts_is_one(scores):
 def test_a_number_below_the_range_of_a_later_dtype_is_minus_infinity(scores):
     form, _, reader = form_of(lambda q, k, m: scores(q @ k.mT, m).half().float(), HIDDEN)
     (step,) = form.mask
+    value = step.value if isinstance(step, Fill) else reader.expand(step.term).args[1]
+    assert number(value) == -math.inf
+
+
+@pytest.mark.parametrize("least", [HALF, -65410.0])
+@pytest.mark.parametrize("scores", [lambda s, m, x: s.masked_fill(m, x), lambda s, m, x: s + torch.where(m, x, 0.0)])
+def test_a_number_that_a_coarser_dtype_rounds_out_of_the_range_is_minus_infinity(scores, least):
+    """float16's least number is -65504, bfloat16 has -65536 and -65280."""
+    half = [x.half() for x in (Q, K, V)]
+
+    def attention(q, k, v, m):
+        return scores(q @ k.mT, m, least).to(torch.bfloat16).half().softmax(-1) @ v
+
+    site, _, reader = site_of(attention, *half, HIDDEN)
+    (step,) = dense_form(site, reader).mask
     value = step.value if isinstance(step, Fill) else reader.expand(step.term).args[1]
     assert number(value) == -math.inf
 
