@@ -25,6 +25,8 @@ _FREE_OPS = frozenset(
     | {"select", "as_strided", "detach", "sym_size", "split", "split_with_sizes", "unbind", "_unsafe_view", "empty"}
 )
 
+_LOOKUPS: Final = frozenset((torch.ops.aten.embedding.default, torch.ops.aten.index_select.default))
+
 # The flop counter has no entry for the CPU's fused attention, which takes the arguments of the GPU's.
 _SAME_FLOPS: Final[dict[str, Any]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
@@ -60,6 +62,12 @@ def size_of(values: Iterable[Any]) -> tuple[sympy.Expr, int]:
     for value in values:
         total += value_bytes(value, hints)
     return total, hint(total, hints)
+
+
+def read_of(placeholder: Node, value: Any) -> list[Any]:
+    """The fake values that are read of an input: its own, or of a table the rows that are looked up."""
+    rows = [fake_value(user) for user in placeholder.users if user.target in _LOOKUPS and user.args[0] is placeholder]
+    return rows if rows and len(rows) == len(placeholder.users) else [value]
 
 
 def value_bytes(value: Any, hints: dict[sympy.Symbol, int]) -> sympy.Expr:

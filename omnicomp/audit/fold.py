@@ -232,7 +232,7 @@ class _Row:
 
     def time(self, event: Timing) -> None:
         # The events of one executable count up; one that takes its place (a retreat, another process) starts anew.
-        self.timing = TimeUse(device=event.device, calls=event.calls, seconds=event.seconds, fastest=event.fastest)
+        self.timing = TimeUse(**{field.name: getattr(event, field.name) for field in dataclasses.fields(TimeUse)})
 
     def sample(self, event: Memory) -> None:
         if self.samples == 0:

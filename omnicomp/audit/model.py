@@ -61,12 +61,24 @@ class TimeUse:
         calls: how many calls it is made of; up to half of those made last may be missing.
         seconds: wall time of them together.
         fastest: wall time of the fastest.
+        host_seconds: of the fastest, the time until it returned, before the device was waited for.
+        kernels: how many kernels, copies and fills a profiled call ran; 0 if none was profiled.
+        kernel_seconds: what these took together.
+        copy_rate: bytes a second of copies within the device; 0 if it was not measured.
+        product_rate: floating-point operations a second of matrix products, likewise.
+        product_dtype: of these products.
     """
 
     device: str
     calls: int
     seconds: float
     fastest: float
+    host_seconds: float = 0.0
+    kernels: int = 0
+    kernel_seconds: float = 0.0
+    copy_rate: float = 0.0
+    product_rate: float = 0.0
+    product_dtype: str = ""
 
     @property
     def mean(self) -> float:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp.analysis.collectives import collectives_of
-from omnicomp.analysis.costs import cost_of, hint_of_text, size_of
+from omnicomp.analysis.costs import cost_of, hint_of_text, read_of, size_of
 from omnicomp.analysis.hashes import stable_identity
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line
 from omnicomp.builder import eager_artefact
@@ -148,10 +148,16 @@ class PartRecord:
         emit_ran(self._context, chosen, result, observer)
 
     def _describe(
-        self, index: int, lowering: str, nodes: Sequence[Node], boundary: tuple[list[Any], list[Any]], *, whole: bool
+        self,
+        index: int,
+        lowering: str,
+        nodes: Sequence[Node],
+        boundary: tuple[list[Any], list[Any], list[Any]],
+        *,
+        whole: bool,
     ) -> None:
         identity = self.subgraph_id(index)
-        inputs, outputs = boundary
+        inputs, outputs, read = boundary
         self._subgraphs.append(
             self._subgraph(
                 identity,
@@ -159,6 +165,7 @@ class PartRecord:
                 nodes,
                 inputs=inputs,
                 outputs=outputs,
+                read=read,
                 modules=self._context.graph.modules if whole else distinct(map(module_path, nodes)),
                 sources=self._context.graph.sources if whole else distinct(map(source_line, nodes)),
                 module="" if whole else common_path(filter(None, map(module_path, nodes))),
@@ -181,7 +188,8 @@ class PartRecord:
                     f"{identity}/{names[-1]}",
                     "override",
                     [node],
-                    inputs=[fake_value(source) for source in node.all_input_nodes],
+                    inputs=(sources := [fake_value(source) for source in node.all_input_nodes]),
+                    read=sources,
                     outputs=[fake_value(node)],
                     modules=distinct([module_path(node)]),
                     sources=distinct([source_line(node)]),
@@ -197,12 +205,13 @@ class PartRecord:
         *,
         inputs: list[Any],
         outputs: list[Any],
+        read: list[Any],
         modules: tuple[str, ...],
         sources: tuple[str, ...],
         module: str,
     ) -> Subgraph:
         cost = cost_of(nodes)
-        size, size_hint = size_of([*inputs, *outputs])
+        size, size_hint = size_of([*read, *outputs])
         return Subgraph(
             graph=self._context.graph_id,
             part=self._context.part,
@@ -271,13 +280,17 @@ def _skipped(lowering: str, inside: list[str] | None) -> str:
     return "skipped: it takes none of its operators"
 
 
-def _boundary(module: GraphModule, piece: Piece | None) -> tuple[list[Any], list[Any]]:
-    """The inputs and outputs of a subgraph as fake values."""
+def _boundary(module: GraphModule, piece: Piece | None) -> tuple[list[Any], list[Any], list[Any]]:
+    """The inputs and outputs of a subgraph as fake values, and what it reads of the inputs."""
     if piece is not None:
-        return piece.fake_inputs, [fake_value(node) for node in piece.outputs]
-    output = next(iter(reversed(module.graph.nodes)))
-    inputs = [fake_value(node) for node in module.graph.find_nodes(op="placeholder")]
-    return inputs, [fake_value(node) for node in output.all_input_nodes]
+        inside = piece.module.graph.find_nodes(op="placeholder")
+        inputs, outputs = piece.fake_inputs, [fake_value(node) for node in piece.outputs]
+    else:
+        inside = module.graph.find_nodes(op="placeholder")
+        output = next(iter(reversed(module.graph.nodes)))
+        inputs, outputs = list(map(fake_value, inside)), [fake_value(node) for node in output.all_input_nodes]
+    read = [value for each, known in zip(inside, inputs, strict=True) for value in read_of(each, known)]
+    return inputs, outputs, read
 
 
 def emit_cudagraphs_off(context: LoweringContext) -> None:

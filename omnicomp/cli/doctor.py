@@ -231,14 +231,14 @@ def _dtypes(device: Device) -> Iterator[Check]:
 
 
 def _limits(device: Device) -> Iterator[Check]:
-    """What a GPU's memory and matrix units reach, measured once."""
-    if device.type != "cuda":
+    """What a device's memory and its units for products reach, measured once."""
+    if device.type not in ("cuda", "cpu"):
         return
     from omnicomp.devices.limits import limits
 
-    label = "limits of cuda"
+    label = f"limits of {device.type}"
     try:
-        yield Check(name=label, status="ok", found=str(limits(torch.device("cuda", torch.cuda.current_device()))))
+        yield Check(name=label, status="ok", found=str(limits(device.type)))
     except RuntimeError as error:
         todo = "run this again while nothing else uses the device"
         yield Check(name=label, status="note", found=f"can't be measured ({first_line(error)})", todo=todo)

@@ -4,6 +4,7 @@ import functools
 import os
 import platform
 import resource
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -103,6 +104,15 @@ def _uses_onednn(dtype: torch.dtype) -> bool:
 def _has_matrix_instructions(dtype: torch.dtype) -> bool:
     """Whether the processor multiplies in `dtype` itself, rather than converting to float32 first."""
     return bool(_MATRIX_INSTRUCTIONS[dtype] & cpu_flags()) and torch.backends.cpu.get_cpu_capability() != "NO AVX"
+
+
+def processor() -> str:
+    """The model of the processor, as Linux tells it, or what Python knows."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""How fast a GPU's memory and its matrix units are: measured once, and kept beside the caches for its model.
+"""How fast a device's memory and its units for products are: measured once, kept beside the caches for its model.
 
 What a kernel takes is compared with these, and not with the numbers of a data sheet, which no program reaches.
 """
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,9 +13,10 @@ import torch
 
 from omnicomp._torch.autograd.sdpa_bench import versions
 from omnicomp._torch.inductor.store import JsonStore
+from omnicomp.devices.cpu import processor
 
-_COPY: Final = 2**30
-_SIZE: Final = 8192
+# Bytes of a copy, and the size and dtype of the matrices of a product.
+_WORK: Final = {"cuda": (2**30, 8192, torch.bfloat16), "cpu": (2**28, 1024, torch.float32)}
 _CALLS: Final = 5
 _ROUNDS: Final = 5
 
@@ -25,15 +27,17 @@ class Limits:
 
     Attributes:
         bytes: a second that a copy within the device reads and writes, both counted.
-        flops: a second of a product of two square matrices of bfloat16.
+        flops: a second of a product of two square matrices.
+        dtype: of these matrices.
     """
 
     bytes: float
     flops: float
+    dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         """One phrase for people."""
-        return f"a copy moves {self.bytes / 1e12:.2f} TB/s, bfloat16 products {self.flops / 1e12:.0f} TFLOP/s"
+        return f"a copy moves {self.bytes / 1e12:.3g} TB/s, {self.dtype} products {self.flops / 1e12:.3g} TFLOP/s"
 
 
 def _load(data: Any) -> Limits:
@@ -46,37 +50,53 @@ def _load(data: Any) -> Limits:
 STORE: Final = JsonStore[Limits]("limits", dataclasses.asdict, _load)
 
 
-def limits(device: torch.device) -> Limits:
-    """The limits of a CUDA device, measured now if they are not kept from before; takes a tenth of a second.
+def limits(type: str) -> Limits:
+    """The limits of the CPU, or of the current CUDA device, measured now if they are not kept; takes some 0.1 s.
 
     Raises:
         RuntimeError: the device has no room for 2 GiB, or no bfloat16.
     """
-    key = hashlib.sha256(repr(versions(device)).encode()).hexdigest()[:32]
-    found, _ = STORE.read(key)
-    return found or STORE.settle(key, _measured(device))[0]
+    return known(type) or STORE.settle(_key(type), _measured(type))[0]
 
 
-def _measured(device: torch.device) -> Limits:
-    with torch.cuda.device(device), torch.no_grad():
-        both = torch.zeros(2, _COPY, dtype=torch.uint8, device=device)
-        copied = _seconds(lambda: both[0].copy_(both[1]))
-        generator = torch.Generator(device).manual_seed(0)  # the rate depends on the values
-        left = torch.randn(_SIZE, _SIZE, device=device, dtype=torch.bfloat16, generator=generator)
-        multiplied = _seconds(lambda: left @ left)
-    return Limits(bytes=2 * _COPY / copied, flops=2 * _SIZE**3 / multiplied)
+def known(type: str) -> Limits | None:
+    """The same if they are kept from before; nothing is measured."""
+    return STORE.read(_key(type))[0] if type in _WORK else None
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Of one call: the best of some rounds, by the device's clock."""
+def _key(type: str) -> str:
+    if type == "cpu":
+        about: tuple[object, ...] = (processor(), torch.__version__, torch.get_num_threads())
+    else:
+        about = versions(torch.device(type, torch.cuda.current_device()))
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+
+
+def _measured(type: str) -> Limits:
+    copy, size, dtype = _WORK[type]
+    with torch.no_grad():
+        both = torch.zeros(2, copy, dtype=torch.uint8, device=type)
+        copied = _seconds(type, lambda: both[0].copy_(both[1]))
+        generator = torch.Generator(type).manual_seed(0)  # the rate depends on the values
+        left = torch.randn(size, size, device=type, dtype=dtype, generator=generator)
+        multiplied = _seconds(type, lambda: left @ left)
+    return Limits(bytes=2 * copy / copied, flops=2 * size**3 / multiplied, dtype=str(dtype).removeprefix("torch."))
+
+
+def _seconds(type: str, call: Callable[[], Any]) -> float:
+    """Of one call: the best of some rounds, by the device's clock, or by the host's for the CPU."""
     call()
     found: list[float] = []
     for _ in range(_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if type == "cuda" else []
+        start = time.perf_counter()
+        for mark in marks[:1]:
+            mark.record()
         for _ in range(_CALLS):
             call()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / _CALLS)
+        for mark in marks[1:]:
+            mark.record()
+            mark.synchronize()
+        seconds = marks[0].elapsed_time(marks[1]) / 1e3 if marks else time.perf_counter() - start
+        found.append(seconds / _CALLS)
     return min(found)

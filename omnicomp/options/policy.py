@@ -325,7 +325,8 @@ class Policy:
         False,
         boolean,
         "time the calls of each subgraph; the device is waited for before and after each. After 1, 2, 4, 8, … calls a "
-        "`timing` event tells of all so far, and the audit has shares of time",
+        "`timing` event tells of all so far, and the audit has shares of time; on CUDA it has kernels and gaps, as "
+        "torch's profiler sees them in the ninth call",
         in_digest=False,
     )
     fallback: FallbackBudget | None = option(

@@ -9,7 +9,9 @@ for the device. The faster way is kept. Both ways give the same values, and each
 """
 
 import dataclasses
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
@@ -99,6 +101,10 @@ def cuda_recorders() -> Recorders:
     return Recorders(of=cuda_graphs.trees_of, retire=cuda_graphs.retire, capturing=cuda_graphs.capturing)
 
 
+_Sample = tuple[Mark, Mark, float]
+"""Before and after a call, and the seconds until it returned."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Sizes:
     """What is known of the calls of one combination of sizes."""
@@ -110,8 +116,8 @@ class _Sizes:
     apart: int = 0
     copied: int = 0
     verdict: str = ""  # `recorded` or `plain`, once it is settled
-    plain: list[tuple[Mark, Mark]] = dataclasses.field(default_factory=list[tuple[Mark, Mark]])
-    recorded: list[tuple[Mark, Mark]] = dataclasses.field(default_factory=list[tuple[Mark, Mark]])
+    plain: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
+    recorded: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
 
 
 class Recording:
@@ -203,9 +209,9 @@ class Recording:
         if not timed:
             return call(inputs)
         recorder = self._current()
-        begin = recorder.mark()
+        begin, start = recorder.mark(), time.perf_counter()
         outputs = call(inputs)
-        sizes.plain.append((begin, recorder.mark()))
+        sizes.plain.append((begin, recorder.mark(), time.perf_counter() - start))
         return outputs
 
     def _recorded(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
@@ -222,7 +228,7 @@ class Recording:
                 return call(inputs)
             sizes.apart = 0
             work, sampled = recorder.work, not sizes.verdict and not self._always
-            begin = recorder.mark() if sampled else None
+            begin, start = recorder.mark() if sampled else None, time.perf_counter()
             self._thread = threading.get_ident()
             try:
                 outputs = list(call(inputs))
@@ -233,7 +239,7 @@ class Recording:
             if recorder.work == work and not recorder.failure:
                 sizes.replays += 1
                 if begin is not None and len(sizes.recorded) < _SAMPLES:
-                    sizes.recorded.append((begin, recorder.mark()))
+                    sizes.recorded.append((begin, recorder.mark(), time.perf_counter() - start))
             else:
                 sizes.work += recorder.work - work
                 self._bound(recorder, sizes)
@@ -283,15 +289,15 @@ class Recording:
 
     def _decide(self, sizes: _Sizes) -> bool:
         """Keep the faster way, once all marks have passed; whether that is the recorded one."""
-        if not all(mark.query() for pair in (*sizes.plain, *sizes.recorded) for mark in pair):
+        if not all(begin.query() and end.query() for begin, end, _ in (*sizes.plain, *sizes.recorded)):
             return False
         plain, recorded = _median(sizes.plain), _median(sizes.recorded)
         faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS
-        why = "" if faster else "replays are not faster: the graph does not wait for the host"
-        self._settle(sizes, why, plain=plain, recorded=recorded)
+        self._settle(sizes, "" if faster else "replays are not faster", plain=plain, recorded=recorded)
         return faster
 
     def _settle(self, sizes: _Sizes, why: str = "", *, plain: float = 0.0, recorded: float = 0.0) -> None:
+        hosts = [_host(samples) if plain else 0.0 for samples in (sizes.plain, sizes.recorded)]
         sizes.verdict = "plain" if why else "recorded"
         sizes.plain.clear()
         sizes.recorded.clear()
@@ -303,6 +309,8 @@ class Recording:
                     sizes=sizes.sizes,
                     plain_seconds=plain,
                     recorded_seconds=recorded,
+                    plain_host_seconds=hosts[0],
+                    recorded_host_seconds=hosts[1],
                     bytes=self._recorder.bytes_held() if self._recorder is not None and not why else 0,
                     copied_bytes=sizes.copied,
                     reason=not_recorded(why) if why else None,
@@ -342,6 +350,9 @@ def not_recorded(why: str) -> Reason:
     )
 
 
-def _median(pairs: Iterable[tuple[Mark, Mark]]) -> float:
-    found = sorted(begin.elapsed_time(end) * 1e-3 for begin, end in pairs)
-    return (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
+def _median(samples: Iterable[_Sample]) -> float:
+    return statistics.median(begin.elapsed_time(end) * 1e-3 for begin, end, _ in samples)
+
+
+def _host(samples: Iterable[_Sample]) -> float:
+    return statistics.median(seconds for _, _, seconds in samples)

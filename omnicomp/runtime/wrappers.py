@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from omnicomp._torch.structured import Range, nvtx_range
+from omnicomp.devices.limits import Limits, known
 from omnicomp.errors import LoweringError, Once, harmless
 from omnicomp.lowerings import MAIN, Executable
 from omnicomp.lowerings.base import LoweringContext
@@ -19,6 +20,7 @@ from omnicomp.runtime.announced_inputs import difference
 from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.fallback_limit import within_budget
 from omnicomp.runtime.guard import Guard
+from omnicomp.runtime.kernels import kernels_of
 from omnicomp.runtime.ranks import EAGER, agree, explain
 from omnicomp.runtime.tf32 import with_tf32
 from omnicomp.runtime.verify import Verifier
@@ -26,6 +28,7 @@ from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Memory, Outcome, Timing
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+_PROFILED: Final = 8  # calls before the one that is profiled: by then CUDA graphs are recorded
 
 
 def sampled(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
@@ -73,35 +76,52 @@ def timed(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
     """The callable with its calls that return timed; itself if the policy does not ask for it.
 
     The device is waited for before and after each call, so that the time is that call's alone. After 1, 2, 4, 8, …
-    calls an event sums up all so far, so that a long run has few of them.
+    calls an event sums up all so far, so that a long run has few of them. On CUDA one call is profiled and not timed.
     """
     if not context.policy.timing:
         return call
     device, lock = context.device, new_lock()
-    calls, total, fastest = 0, 0.0, math.inf
+    calls, total, fastest, host = 0, 0.0, math.inf, 0.0
+    kernels: tuple[int, float] | None = None
+
+    def tell() -> None:
+        with harmless("how long a call took"):
+            rates = known(device.type) or Limits(bytes=0.0, flops=0.0, dtype="")
+            context.timeline.append(
+                Timing(
+                    **context.where(subgraph),
+                    device=device.type,
+                    calls=calls,
+                    seconds=total,
+                    fastest=fastest,
+                    host_seconds=host,
+                    kernels=kernels[0] if kernels else 0,
+                    kernel_seconds=kernels[1] if kernels else 0.0,
+                    copy_rate=rates.bytes,
+                    product_rate=rates.flops,
+                    product_dtype=rates.dtype,
+                )
+            )
 
     def observed(inputs: list[Any]) -> Sequence[Any]:
-        nonlocal calls, total, fastest
+        nonlocal calls, total, fastest, host, kernels
         device.synchronize()
+        if calls == _PROFILED and kernels is None and device.type == "cuda":
+            outputs, count, took = kernels_of(lambda: call(inputs))
+            kernels = (count, took)
+            tell()
+            return outputs
         start = time.perf_counter()
         outputs = call(inputs)
+        returned = time.perf_counter() - start
         device.synchronize()
         seconds = time.perf_counter() - start
         with lock:
-            calls, total, fastest = calls + 1, total + seconds, min(fastest, seconds)
-            if calls & (calls - 1):
-                return outputs
-            event = Timing(
-                graph=context.graph_id,
-                part=context.part,
-                subgraph=subgraph,
-                device=device.type,
-                calls=calls,
-                seconds=total,
-                fastest=fastest,
-            )
-        with harmless("how long a call took"):
-            context.timeline.append(event)
+            calls, total = calls + 1, total + seconds
+            if seconds < fastest:
+                fastest, host = seconds, returned
+            if not calls & (calls - 1):
+                tell()
         return outputs
 
     observed._boxed_call = True  # type: ignore[attr-defined]

@@ -448,7 +448,7 @@ class Subgraph(Event):
         ops: count of each operator.
         flops: floating-point operations of one call, as a SymPy expression in the graph's own symbols.
         flops_hint: the same for the sizes that were seen at compile time; -1 if unknown.
-        bytes: bytes of inputs and outputs, as a SymPy expression.
+        bytes: bytes of inputs and outputs, of a table the rows that are looked up, as a SymPy expression.
         bytes_hint: the same for the sizes seen at compile time; -1 if unknown.
         inputs: number of inputs.
         outputs: number of outputs.
@@ -745,6 +745,12 @@ class Timing(Event):
         calls: how many calls it is made of: all so far.
         seconds: wall time of them together.
         fastest: wall time of the fastest.
+        host_seconds: of the fastest, the time until it returned, before the device was waited for.
+        kernels: how many kernels, copies and fills a profiled call ran on the device; 0 if none was profiled.
+        kernel_seconds: what these took together.
+        copy_rate: bytes a second of copies within the device, as `omnicomp doctor` measured them; 0 if it did not.
+        product_rate: floating-point operations a second of matrix products, likewise.
+        product_dtype: of these products.
     """
 
     part: str
@@ -753,6 +759,12 @@ class Timing(Event):
     calls: int
     seconds: float
     fastest: float
+    host_seconds: float = 0.0
+    kernels: int = 0
+    kernel_seconds: float = 0.0
+    copy_rate: float = 0.0
+    product_rate: float = 0.0
+    product_dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -766,6 +778,8 @@ class CudaGraph(Event):
         sizes: the values of its symbolic sizes.
         plain_seconds: median time of a plain call on the stream; 0 if it was not measured.
         recorded_seconds: the same of a replay, with the copies that it needs.
+        plain_host_seconds: median time until a plain call returned, whatever the device did.
+        recorded_host_seconds: the same of a replay.
         bytes: memory of all recordings of the device at that moment.
         copied_bytes: what each replay copies, so that nothing that it returns is overwritten.
         reason: why it is not recorded.
@@ -777,6 +791,8 @@ class CudaGraph(Event):
     sizes: tuple[int, ...] = ()
     plain_seconds: float = 0.0
     recorded_seconds: float = 0.0
+    plain_host_seconds: float = 0.0
+    recorded_host_seconds: float = 0.0
     bytes: int = 0
     copied_bytes: int = 0
     reason: Reason | None = None

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import scaled_dot_product_attention
 
-from omnicomp.analysis.costs import cost_of, hint_of_text, known_sizes, size_of
+from omnicomp.analysis.costs import cost_of, hint_of_text, known_sizes, read_of, size_of
 from omnicomp.analysis.nodes import fake_value
 
 
@@ -63,3 +63,13 @@ def test_ragged_sizes_of_nested_tensors_have_no_number() -> None:
     nested = torch.nested.nested_tensor([torch.rand(2, 4), torch.rand(3, 4)], layout=torch.jagged)
     compiled = torch.compile(lambda x: x.sin() * 2, backend="omni", options={"lowerings": ["eager"]})
     torch.testing.assert_close(compiled(nested).values(), nested.values().sin() * 2)
+
+
+def test_of_a_table_the_rows_that_are_looked_up_are_read() -> None:
+    def function(table: torch.Tensor, ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.embedding.default(table, ids) + torch.ops.aten.embedding.default(other, ids) + other[0]
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(100, 4), torch.arange(3), torch.randn(50, 4)).graph
+    table, ids, other = graph.find_nodes(op="placeholder")
+    sizes = [size_of(read_of(node, fake_value(node)))[1] for node in (table, ids, other)]
+    assert sizes == [3 * 4 * 4, 3 * 8, 50 * 4 * 4]

@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 import omnicomp
 from omnicomp.audit import Audit
+from omnicomp.audit.views import rows
 from omnicomp.backend import autograd
+from omnicomp.devices.limits import Limits
 from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.options.policy import effective_options, parse
+from omnicomp.runtime import wrappers
 from omnicomp.timeline import Boundary, Capture, Stage, Timing, current
 
 
@@ -139,6 +142,20 @@ def test_calls_are_timed_if_asked_for() -> None:
         assert row.timing.calls == 4
         assert 0 < row.timing.fastest <= row.timing.mean
     assert sum(found.shares_by["seconds"].values()) == pytest.approx(1)
+
+
+def test_what_the_device_can_do_is_told_where_doctor_measured_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrappers, "known", lambda type: Limits(bytes=1e6, flops=1e9, dtype="float32"))
+    row = report(calls=2, timing=True, train=False).subgraphs[0]
+    assert row.timing is not None
+    assert (row.timing.copy_rate, row.timing.product_rate, row.timing.kernels) == (1e6, 1e9, 0)
+    assert 0 < row.timing.host_seconds <= row.timing.fastest
+    text = rows.speed(row)
+    assert rows.percent(row.bytes_hint / row.timing.fastest / 1e6) + " of the copy rate" in text
+    assert "of the rate of float32 products" in text
+    assert "kernel" not in text
+    assert "host" not in text
+    assert text in rows.what(row)
 
 
 def test_nothing_is_timed_unasked() -> None:

@@ -6,13 +6,14 @@ from omnicomp.devices import limits
 from omnicomp.devices.cuda import CudaDevice
 from omnicomp.devices.limits import Limits
 
-CARD = torch.device("cuda", 0)
+CARD = "cuda"
 
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch, tmp_path):
     monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(limits, "versions", lambda device: ("a card",))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def test_a_device_is_measured_once(monkeypatch):
@@ -21,7 +22,7 @@ def test_a_device_is_measured_once(monkeypatch):
     assert limits.limits(CARD) == found
     monkeypatch.setattr(limits, "_measured", None)
     assert limits.limits(CARD) == found
-    assert str(found) == "a copy moves 4.20 TB/s, bfloat16 products 810 TFLOP/s"
+    assert str(found) == "a copy moves 4.2 TB/s, bfloat16 products 810 TFLOP/s"
 
 
 def test_another_device_is_measured_by_itself(monkeypatch):
@@ -45,6 +46,19 @@ def test_doctor_says_why_it_could_not_measure(monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(limits, "_measured", full)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     (check,) = doctor._limits(CudaDevice())
     assert (check.status, check.found) == ("note", "can't be measured (RuntimeError: out of memory)")
+
+
+def test_a_cpu_is_measured_in_float32(monkeypatch):
+    monkeypatch.setitem(limits._WORK, "cpu", (2**20, 64, torch.float32))
+    assert limits.known("cpu") is None
+    found = limits.limits("cpu")
+    assert found.bytes > 0
+    assert found.flops > 0
+    assert found.dtype == "float32"
+    assert limits.known("cpu") == found
+
+
+def test_nothing_is_known_of_other_devices():
+    assert limits.known("sim") is None

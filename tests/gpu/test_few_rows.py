@@ -108,7 +108,7 @@ def test_a_step_takes_the_kernels_and_waits_for_nothing(mode: str | None) -> Non
 
 
 def test_limits_are_measured_once() -> None:
-    found = limits(torch.device("cuda", 0))
+    found = limits("cuda")
     assert found.bytes > 1e11
     assert found.flops > 1e13
-    assert limits(torch.device("cuda", 0)) == found
+    assert limits("cuda") == found

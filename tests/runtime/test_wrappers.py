@@ -18,7 +18,7 @@ from omnicomp.lowerings import Executable, GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
 from omnicomp.runtime import wrappers
 from omnicomp.runtime.wrappers import Surroundings
-from omnicomp.timeline import Memory, Timeline, current
+from omnicomp.timeline import Memory, Timeline, Timing, current
 
 
 def program(x: Tensor) -> Tensor:
@@ -52,6 +52,25 @@ def test_what_the_device_does_not_tell_is_minus_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CpuDevice, "memory_stats", lambda self: dict.fromkeys(keys))
     event = samples(lowerings=["eager"], memory=True)[0]
     assert (event.before_bytes, event.after_bytes, event.peak_bytes, event.device) == (-1, -1, -1, "cpu")
+
+
+def test_on_cuda_a_call_is_profiled_and_is_not_among_those_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "type", "cuda")
+    monkeypatch.setattr(wrappers, "known", lambda type: None)
+    monkeypatch.setattr(wrappers, "kernels_of", lambda call: (call(), 7, 3e-3))
+    timeline, made = Timeline(), list[int]()
+    policy = parse(None, {"timing": True})
+    context = LoweringContext(
+        graph=GraphRecord(id="g0"), part="inference", device=CpuDevice(), policy=policy, timeline=timeline
+    )
+    call = wrappers.timed(lambda inputs: made.append(1) or inputs, context, "g0.inference.0")
+    for index in range(17):
+        assert call([index]) == [index]
+    assert len(made) == 17
+    told = [event for event in timeline.events() if isinstance(event, Timing)]
+    assert [(e.calls, e.kernels, e.kernel_seconds) for e in told[:4]] == [(n, 0, 0.0) for n in (1, 2, 4, 8)]
+    assert [(e.calls, e.kernels, e.kernel_seconds) for e in told[4:]] == [(8, 7, 3e-3), (16, 7, 3e-3)]
+    assert {(event.copy_rate, event.product_rate) for event in told} == {(0.0, 0.0)}
 
 
 def test_nothing_is_sampled_unasked() -> None:

@@ -163,7 +163,7 @@ const DETAILS = {
       [
         "time of a call",
         row.timing.length
-          ? `${duration(row.timing[1])} on average of ${row.timing[0]}, fastest ${duration(row.timing[2])} (${row.timing[3]})`
+          ? `${duration(row.timing[1])} on average of ${row.timing[0]}, fastest ${duration(row.timing[2])} (${row.timing[3]}): ${row.timing[4]}`
           : "",
       ],
       [

@@ -148,7 +148,7 @@ def _row(row: SubgraphAudit, graph: GraphAudit, number: int, reasons: _Reasons) 
         "sources": row.sources,
         "shares": {name: value for name, value in dataclasses.asdict(row.shares).items() if value is not None},
         "build": row.seconds,
-        "timing": [timing.calls, timing.mean, timing.fastest, timing.device] if timing else [],
+        "timing": [timing.calls, timing.mean, timing.fastest, timing.device, rows.speed(row)] if timing else [],
         "memory": [memory.calls, memory.before_bytes, memory.peak_bytes, memory.device] if memory else [],
         "graphs": [rows.recording_line(each) for each in row.recordings],
         "attempts": [

@@ -171,12 +171,34 @@ def duration(seconds: float) -> str:
 def recording_line(event: CudaGraph) -> str:
     """Whether calls are recorded as CUDA graphs, what that saves, costs and holds, or why they are not."""
     at = f" for the sizes {', '.join(map(str, event.sizes))}" if event.sizes else ""
-    took = f"{1e6 * event.plain_seconds:.0f} us a call, {1e6 * event.recorded_seconds:.0f} us replayed"
+    took = (
+        f"{1e6 * event.plain_seconds:.0f} us a call (host {1e6 * event.plain_host_seconds:.0f} us), "
+        f"{1e6 * event.recorded_seconds:.0f} us replayed (host {1e6 * event.recorded_host_seconds:.0f} us)"
+    )
     measured = took if event.plain_seconds else "not measured"
     if event.reason is not None:
         return f"{event.reason.sentence}{at} ({measured})"
     held = f"{event.bytes / 1e6:.1f} MB held on the device, {event.copied_bytes / 1e6:.3f} MB copied in each call"
     return f"calls are recorded as CUDA graphs{at}: {measured}, {held}"
+
+
+def speed(row: SubgraphAudit) -> str:
+    """What a call takes, where that goes, and how near it is to what the device can do; empty if it was not timed."""
+    use = row.timing
+    if use is None or use.fastest <= 0:
+        return ""
+    facts = [f"a call takes {1e3 * use.fastest:.3g} ms"]
+    if use.kernels:
+        gap = max(0.0, use.fastest - use.kernel_seconds)
+        facts.append(f"{plural(use.kernels, 'kernel')} {1e3 * use.kernel_seconds:.3g} ms, gap {1e3 * gap:.3g} ms")
+    if use.host_seconds and use.device != "cpu":
+        facts.append(f"host {1e3 * use.host_seconds:.3g} ms")
+    if use.copy_rate and row.bytes_hint > 0:
+        facts.append(f"{percent(row.bytes_hint / use.fastest / use.copy_rate)} of the copy rate")
+    if use.product_rate and row.flops_hint > 0:
+        rate = percent(row.flops_hint / use.fastest / use.product_rate)
+        facts.append(f"{rate} of the rate of {use.product_dtype} products")
+    return ", ".join(facts)
 
 
 def status(row: SubgraphAudit) -> str:
@@ -199,7 +221,7 @@ def what(row: SubgraphAudit) -> list[str]:
     lines = [counts(row.ops), ", ".join(where[:3]) + (f", {len(where) - 3} more" if len(where) > 3 else "")]
     if row.kernels:
         lines.append(f"kernels: {counts(row.kernels)}")
-    lines += proof(row)
+    lines += [*proof(row), speed(row), *map(recording_line, row.recordings)]
     if row.left_whole is not None:
         lines.append(f"no repeated regions: {row.left_whole.sentence}")
     if not row.flops.lstrip("-").isdigit() and 0 < len(row.flops) <= 80:

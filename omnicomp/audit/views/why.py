@@ -360,8 +360,8 @@ def _chain(row: SubgraphAudit) -> Iterator[Step]:
         if (ran.lowering, ran.evidence) not in seen:
             seen.add((ran.lowering, ran.evidence))
             yield Step(what=f"it ran on {ran.lowering}{f': {ran.evidence}' if ran.evidence else ''}", tone="good")
-    for each in row.recordings:
-        yield Step(what=rows.recording_line(each))
+    for line in filter(None, (rows.speed(row), *map(rows.recording_line, row.recordings))):
+        yield Step(what=line)
     if row.superseded:
         yield Step(what="it was given up, as its whole graph retreated", tone="warn")
     elif not row.runs:

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -15,6 +14,7 @@ from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.analysis.hashes import exact_hash
 from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.backend.select.candidates import Option
+from omnicomp.devices.cpu import processor
 from omnicomp.options.placement_rules import Rule
 from omnicomp.timeline import Candidate
 from omnicomp.timeline.files import event_from_dict
@@ -41,18 +41,9 @@ def key_of(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], ref
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         platform.machine(),
-        _processor(),
+        processor(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _processor() -> str:
-    """The model of the processor, as Linux tells it, or what Python knows."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
 
 
 def _dump(result: Kept) -> dict[str, Any]:
