@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import _dynamo
-from torch._library import custom_ops
+from torch._library import custom_ops, simple_registry
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
@@ -22,6 +22,7 @@ __all__ = [
     "is_python",
     "mutated_arguments",
     "operator_of",
+    "put_fake",
     "put_kernel",
     "python_function",
     "source_name",
@@ -85,6 +86,12 @@ def put_kernel(library: torch.library.Library, name: str, function: Callable[...
     """Register a Python kernel of an operator, for which torch has no look-up, and keep it for `body_of`."""
     library.impl(name, function, key)
     _kernels[f"{library.ns}::{name}", key] = function
+
+
+def put_fake(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    """Register an operator's fake kernel; `torch.library.register_fake` looks up the file of each module, for 30 ms."""
+    entry = simple_registry.singleton.find(f"{library.ns}::{name}")
+    library._registration_handles.append(entry.fake_impl.register(function, __name__, lib=library))
 
 
 def body_of(operator: OpOverload, device_type: str) -> Callable[..., Any] | None:

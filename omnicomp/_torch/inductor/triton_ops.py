@@ -18,6 +18,8 @@ from torch._inductor.virtualized import V
 from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from omnicomp._torch.autograd.overrides import put_fake
+
 REFERENCES: Final[dict[Any, Callable[..., Any]]] = {}
 """What each operator computes, in plain torch."""
 
@@ -89,7 +91,7 @@ def define(schema: str, reference: Callable[..., Any], plan: Callable[..., Plan]
 
     _library.impl(name, reference, "CPU")
     _library.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"omnicomp::{name}", described, lib=_library)
+    put_fake(_library, name, described)
     if operator not in lowerings:
         register_lowering(operator, type_promotion_kind=None)(lowered)
     return operator

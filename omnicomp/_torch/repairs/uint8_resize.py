@@ -16,6 +16,7 @@ from torch._C import DispatchKey
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
+from omnicomp._torch.autograd.overrides import put_fake
 from omnicomp._torch.repairs.needed import Needed
 
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/113024")
@@ -47,7 +48,7 @@ def _define(resize: Any) -> Any:
         )
 
     _library.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"omnicomp::{name}", fake, lib=_library)
+    put_fake(_library, name, fake)
     return getattr(torch.ops.omnicomp, name).default
 
 

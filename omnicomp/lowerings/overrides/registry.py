@@ -233,7 +233,7 @@ def _define(name: str, op: OpOverload, function: Function) -> Any:
     schema = str(op._schema)
     _library.define(unique + schema[schema.index("(") :])
     torch_overrides.put_kernel(_library, unique, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"omnicomp_override::{unique}", op, lib=_library)
+    torch_overrides.put_fake(_library, unique, op)
     return getattr(torch.ops.omnicomp_override, unique).default
 
 

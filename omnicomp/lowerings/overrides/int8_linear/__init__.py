@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnicomp._torch.autograd.attention import hint_of
-from omnicomp._torch.autograd.overrides import put_kernel
+from omnicomp._torch.autograd.overrides import put_fake, put_kernel
 from omnicomp.lowerings.overrides.int8_linear.search import search
 from omnicomp.lowerings.overrides.registry import override
 from omnicomp.timeline import Reason
@@ -146,7 +146,7 @@ def _fake(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-torch.library.register_fake("omnicomp::int8_linear", _fake, lib=_library)
+put_fake(_library, "int8_linear", _fake)
 
 
 @override(
