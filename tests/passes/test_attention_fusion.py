@@ -384,6 +384,16 @@ def joined_scores(q, k, v, m):
     return torch.cat([part @ k.mT for part in q.chunk(2, 2)], 2).softmax(-1) @ v
 
 
+def values_of_their_own(q, k, v, m):
+    weights = torch.cat([q @ k[:, :, :3].mT, q @ k[:, :, 3:].mT], -1).softmax(-1)
+    return weights[..., :3] @ v[:, :, :3] + weights[..., 3:] @ v[:, :, 3:]
+
+
+def values_of_their_own_with_a_mask(q, k, v, m):
+    weights = (torch.cat([q @ k[:, :, :3].mT, q @ k[:, :, 3:].mT], -1) + m).softmax(-1)
+    return weights[..., :3] @ v[:, :, :3] + weights[..., 3:] @ v[:, :, 3:]
+
+
 LEARNED = torch.nn.Parameter(torch.ones(16))
 
 
@@ -463,6 +473,8 @@ def relative_values_by_rows(q, k, v, m):
         (gated, "divided by their sums once more", "mix the outputs"),
         (interpolated, "are combined with others", "combine the outputs"),
         (joined_weights, "weights of several softmaxes are joined", "its own values"),
+        (values_of_their_own, "cut into parts that meet values of their own", "join keys and values"),
+        (values_of_their_own_with_a_mask, "cut into parts that meet values of their own", "join keys and values"),
         (joined_scores, "scores of several products are joined", "join the queries"),
         (pairs_of_scores, "all pairs are multiplied and summed", "q @ k.transpose"),
         (pairs_of_values, "all pairs are multiplied and summed", "weights @ v"),

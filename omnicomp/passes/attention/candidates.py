@@ -133,15 +133,15 @@ def normalized_later(op: Op) -> Late | None:
     """The late softmax whose exponentials an operator makes, or None."""
     if _exponent(op) is None or _own_sum(op) is not None:
         return None
-    products = _reached(op.outputs[0], PRODUCTS, (*VIEWS, "_to_copy", "clone", "dropout"))
-    totals = _reached(op.outputs[0], ("sum",), ("_to_copy", "clone"))
+    products = reached(op.outputs[0], PRODUCTS, (*VIEWS, "_to_copy", "clone", "dropout"))
+    totals = reached(op.outputs[0], ("sum",), ("_to_copy", "clone"))
     if not totals and len(products) == 1 and behind_views(products[0].args[0], _MOVED) is op.outputs[0]:
         totals = products
     if len(products) != 1 or len(totals) != 1:
         return None
     if totals is not products and len(totals[0].argument("dim") or ()) != 1:
         return None
-    for division in _reached(products[0].outputs[0], ("div", "mul"), _MOVED):
+    for division in reached(products[0].outputs[0], ("div", "mul"), _MOVED):
         if (fraction := _fraction(division)) is not None:
             above, divisor, below = fraction
             found = (behind_views(above, _MOVED), behind_views(below, _MOVED))
@@ -172,7 +172,7 @@ def _fraction(op: Op) -> tuple[Value, Value, Value] | None:
     return None
 
 
-def _reached(value: Value, names: Sequence[str], through: Sequence[str]) -> list[Op]:
+def reached(value: Value, names: Sequence[str], through: Sequence[str]) -> list[Op]:
     """The operators of the given names that read a value, directly or through others."""
     found: list[Op] = []
     queue = [value]
@@ -191,15 +191,15 @@ def _is_normalized_later(op: Op) -> bool:
     if exponent is None or exponential(op) is not None or not comes_from_product(exponent):
         return False
     through = (*VIEWS, "_to_copy", "clone", "mul", "where", "masked_fill", "dropout")
-    products = _reached(op.outputs[0], PRODUCTS, (*through, "div"))
+    products = reached(op.outputs[0], PRODUCTS, (*through, "div"))
     computed = [product for product in products if not any(map(_is_parameter, product.inputs))]
-    if not computed or any(_reached(each.outputs[0], _SUMS, through) for each in _twins(op)):
+    if not computed or any(reached(each.outputs[0], _SUMS, through) for each in _twins(op)):
         # What divides the weights by their own sums is the candidate, and not its exponentials.
         return bool(computed) and not any(exponential(user) for user in op.outputs[0].users)
     # The sum may be a product with ones, or a column of the product, that of ones beside the values.
     moved = (*_MOVED, "add", "clamp", "clamp_min", "maximum", "where", "masked_fill")
     made = {product.outputs[0] for product in computed}
-    fractions = (_fraction(each) for value in made for each in _reached(value, ("div", "mul"), moved))
+    fractions = (_fraction(each) for value in made for each in reached(value, ("div", "mul"), moved))
     return any(f is not None and {behind_views(f[0], moved), behind_views(f[2], moved)} <= made for f in fractions)
 
 
@@ -309,7 +309,7 @@ def _twins(exp: Op) -> list[Op]:
     value = next(exp.inputs)
     if value.op is not None and value.op.name == "sub" and isinstance(value.op.args[0], Value):
         value = value.op.args[0]
-    return [exp, *(other for other in _reached(value, (exp.name,), ("sub",)) if other is not exp)]
+    return [exp, *(other for other in reached(value, (exp.name,), ("sub",)) if other is not exp)]
 
 
 def exponential(op: Op) -> Value | None:

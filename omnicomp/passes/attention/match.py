@@ -21,6 +21,7 @@ from omnicomp.passes.attention.candidates import (
     normalized_dim,
     normalized_later,
     product_below,
+    reached,
     written_out,
 )
 from omnicomp.passes.attention.form import SWALLOWS
@@ -439,7 +440,7 @@ class _Match:
             value = shift.args[0]
             shift = value.op
         if value.op is None or value.op.name != "cat" or int(value.op.argument("dim", 0)) % len(at) != dim:
-            raise self._ended("the softmax is over more columns than there are keys", "columns joined by cat")
+            raise self._parted("the softmax is over more columns than there are keys", "columns joined by cat")
         self.passed.append(value)
         chosen: list[Value] = []
         start: Any = 0
@@ -450,13 +451,25 @@ class _Match:
             elif known_equal(width, 1):
                 self.sinks.append(self.reader.read(piece, (*at[:dim], Position(), *at[dim + 1 :])))
             else:
-                raise self._ended(
+                raise self._parted(
                     "several columns without values take part in the softmax", "one column each", value.op
                 )
             start = start + width
         if len(chosen) != 1 or not known_equal(start, size):
             raise self._ended("the columns of the softmax are not the keys and sinks", "keys and sinks", value.op)
         return chosen[0], (*at[:dim], Position(at[dim].axes), *at[dim + 1 :])
+
+    def _parted(self, sentence: str, needed: str, op: Op | None = None) -> MatchEnded:
+        """What to say of columns that are neither keys nor sinks: parts of the weights may meet values of their own."""
+        through = (*VIEWS, *_CASTS, "clone", "dropout")
+        if len(reached(self.softmax.outputs[0], PRODUCTS, through)) < 2:
+            return self._ended(sentence, needed, op)
+        return self._ended(
+            "the weights are cut into parts that meet values of their own",
+            "one product of all weights",
+            op,
+            lever="join keys and values: softmax(q @ torch.cat([k, k2], -2).mT) @ torch.cat([v, v2], -2)",
+        )
 
     def _product(self, read: Read, key: Position, queries: Position) -> tuple[Op, bool, Position, Position]:
         """The product of queries and keys: whether queries are its left operand, its batch axes and query axes."""
