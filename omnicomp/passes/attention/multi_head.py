@@ -143,13 +143,13 @@ def without_weights(node: Node, masking: Masking | None = None) -> str:
     if _used_weights(node) is not None:
         raise _ended(node, "the weights of multi_head_attention_forward are used", "the second result", "no use of it")
     masks = [mask for name in ("attn_mask", "key_padding_mask") if (mask := given[name]) is not None and not causal]
-    if not all(_keeps_gradients(mask, node) for mask in masks) or (masks and _dims(masks[0]) > 2):
+    if not all(_keeps_gradients(mask, node) for mask in masks):
         raise _ended(
             node,
             "multi_head_attention_forward makes weights that are dropped, and without them it may differ where a mask "
             "hides every key",
-            "a mask for each head, or one of numbers in training",
-            "no mask, or boolean ones of two dimensions",
+            "a mask of numbers in training",
+            "no mask, or boolean ones",
         )
     if given["dropout_p"] and given["training"] is not False:
         raise _ended(
@@ -177,10 +177,6 @@ def _arguments(node: Node) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def _dims(mask: Node) -> int:
-    return fake_value(mask).dim()
-
-
 def _keeps_gradients(mask: Any, node: Node) -> bool:
     """Whether rows in which a mask leaves no key have the same gradients in a fused kernel: -inf, or no gradients."""
     if not isinstance(mask, Node):
@@ -202,17 +198,27 @@ def _erase(node: Node) -> None:
 
 def _keep_undefined(output: Node, masks: list[Node], given: dict[str, Any]) -> None:
     """NaN for queries without a key, as the weights have it; `scaled_dot_product_attention` gives zeros."""
-    before = output.next
+    before, batched = output.next, fake_value(output).dim() == 3
+    each_head = fake_value(masks[0]).dim() == 3
     hidden: Any = None
     for mask in masks:
         made = mask
         if fake_value(mask).dtype == torch.bool:
             zeros = insert_call(before, torch.zeros_like, (mask,), {"dtype": fake_value(output).dtype})
             made = insert_call(before, torch.masked_fill, (zeros, mask, -math.inf))
-        if mask is given["attn_mask"] and fake_value(output).dim() == 3:
+        if mask is not given["attn_mask"] and each_head and batched:
+            made = insert_call(before, torch.unsqueeze, (made, 0))  # one for all heads
+            made = insert_call(before, torch.unsqueeze, (made, 2))
+        elif mask is given["attn_mask"] and each_head and batched:
+            made = insert_call(before, torch.unflatten, (made, 0, (-1, given["num_heads"])))
+            made = insert_call(before, torch.transpose, (made, 0, 1))
+        elif mask is given["attn_mask"] and batched:
             made = insert_call(before, torch.unsqueeze, (made, 1))  # one for all sequences
         hidden = made if hidden is None else insert_call(before, torch.add, (hidden, made))
     empty = insert_call(before, torch.all, (insert_call(before, torch.isneginf, (hidden,)),), {"dim": -1})
+    if each_head:  # the output of a query is made of all heads
+        empty = insert_call(before, torch.any, (empty,), {"dim": 0})
+        empty = insert_call(before, torch.transpose, (empty, 0, 1)) if batched else empty
     empty = insert_call(before, torch.unsqueeze, (empty, -1))
     kept = insert_call(before, torch.masked_fill, (output, empty, math.nan))
     output.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)

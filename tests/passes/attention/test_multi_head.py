@@ -54,6 +54,8 @@ MASKS = {
     "padding in numbers": {"key_padding_mask": torch.zeros(3, 7).masked_fill(PADDING, -1e9)},
     "causal": {"attn_mask": LATER},
     "both": {"attn_mask": LATER, "key_padding_mask": PADDING.flip(1)},
+    "each head": {"attn_mask": torch.randn(6, 7, 7).masked_fill(torch.rand(6, 7, 7) < 0.6, -torch.inf)},
+    "each head and padding": {"attn_mask": torch.rand(6, 7, 7) < 0.3, "key_padding_mask": PADDING},
     "a wrong hint": {"attn_mask": LATER.T, "is_causal": True},
 }
 
@@ -63,20 +65,25 @@ def test_queries_without_a_key_stay_undefined(name):
     assert run(masks=MASKS[name]).rewrite()
 
 
-@pytest.mark.parametrize("name", ["padding", "both"])
+@pytest.mark.parametrize("name", ["padding", "both", "each head and padding"])
 def test_masks_in_training(name):
     assert run(masks=MASKS[name], training=True).rewrite()
 
 
-def test_one_sequence():
-    assert run(shape=(), masks={"key_padding_mask": PADDING[0], "attn_mask": LATER}).rewrite()
+@pytest.mark.parametrize("mask", [LATER, torch.rand(2, 7, 7) < 0.3], ids=["all heads", "each head"])
+def test_one_sequence(mask):
+    assert run(shape=(), masks={"key_padding_mask": PADDING[0], "attn_mask": mask}).rewrite()
 
 
 @pytest.mark.parametrize(
     ("options", "sentence", "lever"),
     [
         ({"weights": True}, "the weights of multi_head_attention_forward are used", "need_weights=False"),
-        ({"masks": {"attn_mask": LATER.expand(6, 7, 7)}}, "weights that are dropped", "need_weights=False"),
+        (
+            {"masks": {"attn_mask": torch.randn(7, 7)}, "training": True},
+            "weights that are dropped",
+            "need_weights=False",
+        ),
     ],
 )
 def test_weights_that_are_needed_are_named(options, sentence, lever):
