@@ -394,6 +394,11 @@ def values_of_their_own_with_a_mask(q, k, v, m):
     return weights[..., :3] @ v[:, :, :3] + weights[..., 3:] @ v[:, :, 3:]
 
 
+def slots(q, k, v, m):
+    weights = (q @ k.mT + m).softmax(-2)
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
 LEARNED = torch.nn.Parameter(torch.ones(16))
 
 
@@ -475,6 +480,7 @@ def relative_values_by_rows(q, k, v, m):
         (joined_weights, "weights of several softmaxes are joined", "its own values"),
         (values_of_their_own, "cut into parts that meet values of their own", "join keys and values"),
         (values_of_their_own_with_a_mask, "cut into parts that meet values of their own", "join keys and values"),
+        (slots, "the softmax is not over the keys", "along the dimension that the values are summed over"),
         (joined_scores, "scores of several products are joined", "join the queries"),
         (pairs_of_scores, "all pairs are multiplied and summed", "q @ k.transpose"),
         (pairs_of_values, "all pairs are multiplied and summed", "weights @ v"),

@@ -324,7 +324,11 @@ class _Match:
     def _changed_weights(self, op: Op) -> MatchEnded:
         """What an operator does to the weights that no kernel does, and what to write instead."""
         operands = [value for value in op.args if isinstance(value, Value)]
-        if op.name == "div" and len(operands) == 2 and _sums(operands[1]):
+        total = _sum(operands[1]) if op.name == "div" and len(operands) == 2 else None
+        if total is not None:
+            rank, dims = self.softmax.outputs[0].fake.dim(), total.argument("dim", None)
+            if total.args[0].fake.dim() == rank and normalized_dim(self.softmax) % rank not in _dims(dims, rank):
+                return self._not_over_keys()
             lever = "hide keys before the softmax, scores.masked_fill(~mask, float('-inf')), and leave the division out"
             mixed = behind_views(operands[0]).op
             if mixed is not None and mixed.name in ("add", "sub", "lerp"):
@@ -358,6 +362,13 @@ class _Match:
             lever="change the scores before the softmax instead, or the output behind the product with the values",
         )
 
+    def _not_over_keys(self) -> MatchEnded:
+        return self._ended(
+            "the softmax is not over the keys",
+            "the dimension that the values are summed over",
+            lever="normalize along the dimension that the values are summed over: softmax(scores, -1) @ v",
+        )
+
     def _carries(self, term: Term) -> bool:
         inner = uncast(term)
         return isinstance(inner, Read) and self._reaches_softmax(inner.value)
@@ -377,11 +388,7 @@ class _Match:
                     self.used,
                     lever="leave the mixing of heads out, or mix the outputs of the heads instead",
                 )
-            raise self._ended(
-                "the softmax is not over the keys",
-                "the dimension that the values are summed over",
-                lever="normalize along the dimension that the values are summed over: softmax(scores, -1) @ v",
-            )
+            raise self._not_over_keys()
         if not full(at[dim], size):
             value, at = self._sink(value, at, dim, size)
         depends: dict[Value, bool] = {}
@@ -569,16 +576,21 @@ def _is_product(value: Value) -> bool:
     return value.op is not None and value.op.name in PRODUCTS
 
 
-def _sums(value: Value) -> bool:
-    """Whether a value is a sum, maybe with a number added or behind a bound."""
+def _sum(value: Value) -> Op | None:
+    """The sum that a value is, maybe with a number added or behind a bound."""
     for _ in range(8):
         op = value.op
         if op is None or op.name == "sum":
-            return op is not None
+            return op
         if op.name not in (*VIEWS, *_CASTS, "clone", "add", "clamp", "clamp_min", "maximum"):
-            return False
+            return None
         value = next(op.inputs)
-    return False
+    return None
+
+
+def _dims(given: Any, rank: int) -> set[int]:
+    """The dimensions that a sum is over, from its argument."""
+    return {dim % rank for dim in given} if isinstance(given, list | tuple) and given else set(range(rank))
 
 
 def _depends(value: Value, product: Value | None, memo: dict[Value, bool]) -> bool:
