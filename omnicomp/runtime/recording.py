@@ -52,6 +52,7 @@ class Recorder(Protocol):
 
     lock: threading.Lock
     work: int
+    plain: int
     failure: str
 
     def refuses(self, part: str) -> str:
@@ -115,6 +116,7 @@ class _Sizes:
     work: int = 0
     apart: int = 0
     copied: int = 0
+    made: int = 0  # bytes that a plain call left behind
     verdict: str = ""  # `recorded` or `plain`, once it is settled
     plain: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
     recorded: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
@@ -206,6 +208,11 @@ class Recording:
 
     def _plain(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
         timed = not sizes.verdict and not self._always and _COLD < sizes.calls and len(sizes.plain) < _SAMPLES
+        if sizes.calls == 1:
+            given = _storages(inputs)
+            outputs = call(inputs)
+            sizes.made = sum(size for address, size in _storages(outputs).items() if address not in given)
+            return outputs
         if not timed:
             return call(inputs)
         recorder = self._current()
@@ -227,7 +234,13 @@ class Recording:
                     self._settle(sizes, "what its forward saves lies elsewhere in each call")
                 return call(inputs)
             sizes.apart = 0
-            work, sampled = recorder.work, not sizes.verdict and not self._always
+            if not sizes.work:
+                pooled = sum(size for address, size in _storages(inputs).items() if recorder.owns(address))
+                held, allowed = pooled + sizes.made, self._allowed(recorder)
+                if held > allowed:
+                    self._settle(sizes, f"recordings would hold {held} bytes or more, and may hold {allowed}")
+                    return call(inputs)
+            work, plain, sampled = recorder.work, recorder.plain, not sizes.verdict and not self._always
             begin, start = recorder.mark() if sampled else None, time.perf_counter()
             self._thread = threading.get_ident()
             try:
@@ -236,7 +249,9 @@ class Recording:
                 self._thread = 0
             visible = range(len(outputs)) if self._recordable.visible < 0 else range(self._recordable.visible)
             sizes.copied = copy_out(outputs, visible, recorder.owns)
-            if recorder.work == work and not recorder.failure:
+            if recorder.plain > plain and not recorder.failure:
+                self._settle(sizes, "torch leaves it unrecorded, as it writes to memory whose address may change")
+            elif recorder.work == work and not recorder.failure:
                 sizes.replays += 1
                 if begin is not None and len(sizes.recorded) < _SAMPLES:
                     sizes.recorded.append((begin, recorder.mark(), time.perf_counter() - start))
@@ -278,14 +293,16 @@ class Recording:
             return self._settle(
                 sizes, f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
             )
-        allowed = self._limit if self._limit is not None else max(recorder.bytes_allowed(), _LEAST_BYTES)
-        held = recorder.bytes_held()
+        held, allowed = recorder.bytes_held(), self._allowed(recorder)
         if held > allowed:
             self._settle(sizes, f"recordings would hold {held} bytes, and may hold {allowed}")
             self._recorders.retire(recorder)
         elif self._always and not sizes.verdict and work >= 2:
             self._settle(sizes)
         return None
+
+    def _allowed(self, recorder: Recorder) -> int:
+        return self._limit if self._limit is not None else max(recorder.bytes_allowed(), _LEAST_BYTES)
 
     def _decide(self, sizes: _Sizes) -> bool:
         """Keep the faster way, once all marks have passed; whether that is the recorded one."""
@@ -348,6 +365,12 @@ def not_recorded(why: str) -> Reason:
         sentence=f"calls are not recorded as CUDA graphs: {why}",
         lever="none is needed; calls run as they would without CUDA graphs",
     )
+
+
+def _storages(values: Iterable[Any]) -> dict[int, int]:
+    """Addresses and bytes of the memory behind tensors."""
+    found = (value.untyped_storage() for value in values if isinstance(value, torch.Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 def _median(samples: Iterable[_Sample]) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -589,6 +590,21 @@ def dropout_in_training(compile: Compile) -> list[Any]:
         run(draw(8, 32)).square().mean().backward()
         found += [*gradients(model), torch.rand(4, device="cuda")]
         model.zero_grad()
+    return found
+
+
+@program(recorded=False, like="plain")
+def dropout_in_attention(compile: Compile) -> list[Any]:
+    def attention(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.5)
+
+    run, found = compile(attention), []
+    for step in range(CALLS):
+        q = draw(2, 4, 32, 32, grad=True)
+        y = run(q, draw(2, 4, 32, 32))
+        if step % 3:
+            y.sum().backward()
+            found.append(q.grad)
     return found
 
 

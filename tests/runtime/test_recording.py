@@ -41,6 +41,7 @@ class FakeRecorder:
     failure: str = ""
     held: int = 100
     work: int = 0
+    plain: int = 0
     capturing: bool = False
     retired: int = 0
     clock: float = 0.0
@@ -244,6 +245,52 @@ def test_recordings_beyond_the_bytes_are_dropped_with_a_reason() -> None:
     assert event.state == "plain"
     assert event.reason is not None
     assert "999" in event.reason.sentence
+
+
+def test_what_is_known_to_need_more_is_not_recorded_and_the_recordings_of_others_stay() -> None:
+    saved = torch.ones(3)
+    for limit, state in ((23, "plain"), (24, "recorded")):
+        recorder = FakeRecorder(held=0)
+        recorder.pool[saved.untyped_storage().data_ptr()] = saved
+        run, told = recording(recorder, always=True, limit=limit, part="backward", static=(0,))
+        for _ in range(5):
+            run(saved)  # twelve bytes in the pool, and twelve that are left behind
+        (event,) = told()
+        assert event.state == state
+        assert recorder.retired == 0
+        if event.reason is not None:
+            assert recorder.work == 0
+            assert "would hold 24 bytes or more" in event.reason.sentence
+
+
+def test_memory_of_inputs_is_none_that_a_recording_would_hold() -> None:
+    recorder = FakeRecorder(held=0)
+    run, told = recording(recorder, lambda x: [x[1:], x], always=True, limit=4)
+    for x in [torch.ones(3)] * 5:
+        run(x)
+    assert [event.state for event in told()] == ["recorded"]
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_what_torch_leaves_unrecorded_is_settled_with_a_reason(always: bool) -> None:
+    recorder = FakeRecorder()
+
+    def left(piece: Piece, model: Boxed) -> Boxed:
+        def call(inputs: list[Any]) -> Sequence[Any]:
+            recorder.plain += 1
+            return model(inputs)
+
+        return call
+
+    recorder.recorded = left  # type: ignore[method-assign]
+    run, told = recording(recorder, always=always)
+    for _ in range(20):
+        assert torch.equal(run(torch.ones(2))[0], torch.full((2,), 2.0))
+    (event,) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "torch leaves it unrecorded" in event.reason.sentence
+    assert recorder.plain == 1
 
 
 def test_a_graph_that_would_be_recorded_again_and_again_runs_plainly() -> None:

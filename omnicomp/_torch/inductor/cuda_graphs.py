@@ -39,7 +39,7 @@ class Trees(CUDAGraphTreeManager):
     Attributes:
         lock: held during a call that may record or replay.
         work: how many warm-ups and recordings there were: calls that were slower than a plain one.
-        nodes: how many recordings there are.
+        plain: how many calls torch's manager left unrecorded, as it does where memory of the program is written to.
         failure: why nothing can be recorded any more; empty if it can.
     """
 
@@ -47,7 +47,7 @@ class Trees(CUDAGraphTreeManager):
         super().__init__(device_index)
         self.lock = threading.Lock()  # not reentrant: a graph that another one's operator calls runs plainly
         self.work = 0
-        self.nodes = 0
+        self.plain = 0
         self.failure = ""
         self._pointers: set[int] = set()
         self._thread: weakref.ref[threading.Thread] | None = None
@@ -79,11 +79,16 @@ class Trees(CUDAGraphTreeManager):
 
     def recorded(self, piece: Piece, model: Boxed) -> Boxed:
         """The function, which is warmed up in its first call, recorded in its second, and replayed in others."""
+
+        def counted(inputs: list[Any]) -> Sequence[Any]:
+            self.plain += 1
+            return model(inputs)
+
         id = self.new_func_id()
         self.ids_to_stack_traces[id] = None
         placeholders: Any = piece.placeholders
         self.ids_to_funcs[id] = WrappedFunction(
-            model, list(piece.static), id, piece.constants, placeholders, piece.mutated
+            counted, list(piece.static), id, piece.constants, placeholders, piece.mutated
         )
         self.id_to_mode[id] = _MODES[piece.part]
         self.id_to_compile_id[id] = None
@@ -107,14 +112,15 @@ class Trees(CUDAGraphTreeManager):
     def record_function(self, new_inputs: list[Any], function_id: FunctionID) -> Any:
         """Record, and note which memory is the pool's."""
         self._recording = True
+        self.plain -= 1
         outputs = super().record_function(new_inputs, function_id)
         self._recording = False
-        self.nodes += 1
         self._note()
         return outputs
 
     def run_eager(self, new_inputs: list[Any], function_id: FunctionID) -> Any:
         """Warm up, and note which memory is the pool's."""
+        self.plain -= 1
         outputs = super().run_eager(new_inputs, function_id)
         self._note()
         return outputs

@@ -22,6 +22,9 @@ from torch.utils._ordered_set import OrderedSet
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
+# A call of attention with a probability of dropout among its positional arguments; `scale` goes by its name.
+_DROPS: Final = re.compile(r"_attention(?:_forward|_backward)?\b[.\w]*\([^\n]*?(?<![\w.=])0\.\d*[1-9]")
+
 VISIBLE_KEY: Final = "omnicomp_visible"
 """Among a graph's `fx_kwargs`: how many of its outputs the program may see; -1 are all."""
 
@@ -158,6 +161,10 @@ def _reason(compiled: CompiledFxGraph, part: str, visible: int) -> str:
         return "which of its outputs are saved for the backward is not known"
     if re.search(r"torch\.ops\.\w*c10d", compiled.source_code):
         return "it takes part in collectives"
+    if part != "inference" and _DROPS.search(compiled.source_code):
+        return (
+            "its attention leaves the seeds of dropout on the host in a plain call, and on the device in a recorded one"
+        )
     static = frozenset(compiled.fx_kwargs.get("static_input_idxs") or ())
     if not static.issuperset(compiled.mutated_input_idxs):
         return "it writes to an input whose address may change"
