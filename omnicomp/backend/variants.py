@@ -20,7 +20,7 @@ from omnicomp.backend.saved import State, state_of
 from omnicomp.errors import Once, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.mask_classes import GENERAL as ANY_MASK
-from omnicomp.passes.mask_classes import MaskClass, shown, usual_name
+from omnicomp.passes.mask_classes import MaskClass, shown, unusable, usual_name
 from omnicomp.passes.verdicts import Checker, Look, Memo
 from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason, Speculation, Timeline, current
@@ -169,7 +169,7 @@ class Variants:
         self._timeline, self._on_cuda, self._graph, self._another = timeline, on_cuda, graph, another
         self._repeatable, self._memo = repeatable, checks.memo()
         self._order: Callable[[Case, Sequence[Any]], None] | None = None
-        self._stopped = self._held = False
+        self._stopped = self._held = self._told_slower = False
         self._failures = 0
         self._say_capture = Once(self._record_capture)
         for item in checks.assumptions:
@@ -272,7 +272,11 @@ class Variants:
             # What is captured is replayed with other values in the same tensors.
             return None
         try:
-            return self._checks.begin(args)
+            look = self._checks.begin(args)
+            if (reason := unusable()) is not None and not self._told_slower:
+                self._told_slower = True
+                self._record("slower", GENERAL, reason=reason)
+            return look
         except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, and the general variant is right
             self._give_up(error)
             return None

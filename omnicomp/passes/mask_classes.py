@@ -2,20 +2,34 @@
 
 A mask that is an input says nothing until it is looked at. `statistics` reduces it to a few integers, which one copy
 brings to the host for any number of masks; `classified` says which class they are of; `is_of` asks for one class only,
-which costs less.
+which costs less. On CUDA a kernel of Triton has all of them from one pass over the mask.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-_FAR: Final = 2**40
+from omnicomp._torch.inductor.triton_ops import usable
+from omnicomp.errors import first_line
+from omnicomp.timeline import Reason
+
+_FAR: Final = 2**30
 # What a mask adds to a score that a query sees is no less: far from what swallows scores, in any dtype.
 _STILL_SEEN: Final = -1e3
 _MOST_KEPT: Final = 2**24
+# How many of the statistics are the least of all rows, and how many are sums.
+_LEAST: Final = 10
+_SUMS: Final = 2
+# Dtypes that the kernel reads as they are, the rows and keys that a program has at a time, and programs at most.
+_READ: Final = (torch.float32, torch.bfloat16, torch.float16)
+_FEW: Final = 64
+_FEW_ROWS: Final = (1, 2048)
+_MANY_ROWS: Final = (8, 256)
+_PROGRAMS: Final = 512
+_unusable: Final[list[Reason]] = []
 _STRONG: Final = frozenset(("full", "causal", "band", "prefix"))
 
 
@@ -107,77 +121,161 @@ def _four(mask: torch.Tensor) -> torch.Tensor:
 def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     """Numbers that tell the class of a mask.
 
+    Of all rows, the least: number of keys seen; whether the first is seen; whether the keys seen are one run; whether
+    the mask only hides; last key seen; distance of it from the query, where it is not the last of all; distance of the
+    query from the first key seen, where that is not the first of all. The numbers of keys, queries and rows. The sums
+    of the last key seen, and of the first.
+
     Args:
         visible: a bool tensor (batch, heads, queries, keys) of the keys that each query sees; a size that does not
             matter may be 1.
         other: a bool of no dimensions: whether the mask does more to scores than hiding them; None if it does not.
 
     Returns:
-        An int64 tensor of one dimension, for `classified`.
+        An int64 tensor of one dimension, for `classified`; of two where each line is of some rows.
     """
     mask = _four(visible)
     queries, keys = mask.shape[-2:]
     if mask.numel() == 0:
-        return torch.zeros(4, dtype=torch.int64, device=mask.device)
-    other = mask.new_zeros(()) if other is None else other
+        return torch.zeros(_LEAST + _SUMS, dtype=torch.int64, device=mask.device)
+    only = mask.new_ones(()) if other is None else 1 - other.to(torch.uint8)
     count = mask.sum(-1, dtype=torch.int32)
     if queries == 1:
-        return torch.stack(
-            [n.to(torch.int64) for n in (count.min(), mask[..., 0].amin(), other, count.new_full((), keys))]
+        none = count.new_zeros(())
+        found = [count.min(), mask[..., 0].amin(), none, only, none, none, none, none, none]
+    else:
+        start = mask.argmax(-1)
+        changes = mask[..., 1:].bitwise_xor(mask[..., :-1]).sum(-1, dtype=torch.int32)
+        # A run of keys is entered and left once, at the edges as well.
+        runs = changes + mask[..., 0] + mask[..., -1]
+        end, query = start + count - 1, torch.arange(queries, device=mask.device)
+        found = [
+            count.min(),
+            mask[..., 0].amin(),
+            (runs == 2).all(),
+            only,
+            end.min(),
+            torch.where(end < keys - 1, end - query, _FAR).min(),
+            torch.where(start > 0, query - start, _FAR).min(),
+            end.sum(),
+            start.sum(),
+        ]
+    found[7:7] = [count.new_full((), size) for size in (keys, queries, count.numel())]
+    return torch.stack([item.to(torch.int64) for item in found])
+
+
+def read_once(parts: MaskParts) -> bool:
+    """Whether the kernel takes a mask, so that all that `statistics` says takes as long as a part of it."""
+    keep, added, _ = parts
+    given = [*([] if keep is None else [keep]), *added]
+    if _unusable or len(added) > 1 or not all(usable(tensor) and tensor.dim() == 4 for tensor in given):
+        return False
+    if len({tensor.device for tensor in given}) > 1 or not all(tensor.dtype in _READ for tensor in added):
+        return False
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    return shape.numel() > 0 and max(shape[:-1].numel(), shape[-1]) < _FAR
+
+
+def reduced(parts: MaskParts) -> torch.Tensor:
+    """`statistics` of a mask; those of the kernel where it takes the mask, one line for each program."""
+    if read_once(parts):
+        try:
+            return _launched(*parts)
+        except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline; torch's operators take its place
+            found = Reason(
+                code="check_failed",
+                by="speculation",
+                sentence=f"the kernel that reads masks failed; torch's operators take its place: {first_line(error)}",
+                observed=type(error).__name__,
+                lever="install the version of Triton that belongs to this torch, or report the error",
+            )
+            _unusable.append(found)
+    return statistics(*shown(parts))
+
+
+def unusable() -> Reason | None:
+    """Why masks are not read by the kernel in this process, if it failed."""
+    return _unusable[0] if _unusable else None
+
+
+def joined(found: torch.Tensor) -> list[int]:
+    """What `classified` takes, of `statistics` on the host."""
+    if found.dim() == 1:
+        return found.tolist()
+    return [*found[:, :_LEAST].amin(0).tolist(), *found[:, _LEAST:].sum(0).tolist()]
+
+
+def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: Sequence[float]) -> torch.Tensor:
+    from omnicomp.passes.kernels import masks  # needs Triton
+
+    kernel: Any = masks.statistics
+    number = added[0] if added else None
+    given = [tensor for tensor in (keep, number) if tensor is not None]
+    *outer, queries, keys = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    strides = [
+        [step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        for tensor in (keep if keep is not None else given[0], given[-1])
+    ]
+    # What is only repeated is read once.
+    batch, heads = (size if any(own[dim] for own in strides) else 1 for dim, size in enumerate(outer))
+    rows = batch * heads * queries
+    tile = _FEW_ROWS if rows <= _FEW else _MANY_ROWS
+    programs = min(-(-rows // tile[0]), _PROGRAMS)
+    found = given[0].new_empty((programs, _LEAST + _SUMS), dtype=torch.int64)
+    with torch.cuda.device_of(found):
+        kernel[(programs,)](
+            keep if keep is None else keep.view(torch.uint8),
+            number,
+            found,
+            heads,
+            queries,
+            keys,
+            rows,
+            # As a comparison with a tensor of this dtype would round it.
+            float(torch.tensor(hides[0], dtype=number.dtype, device="cpu")) if number is not None else 0.0,
+            *strides[0],
+            *strides[1],
+            KEEP=keep is not None,
+            ADDED=number is not None,
+            SEEN=_STILL_SEEN,
+            FAR=_FAR,
+            BQ=tile[0],
+            BK=tile[1],
         )
-    first = mask.argmax(-1)
-    changes = mask[..., 1:].bitwise_xor(mask[..., :-1]).sum(-1, dtype=torch.int32)
-    # A run of keys is entered and left once, at the edges as well.
-    runs = changes + mask[..., 0] + mask[..., -1]
-    count, first, runs = (item.reshape(-1, queries) for item in (count, first, runs))
-    last = first + count - 1
-    same = (first == first[:1]) & (last == last[:1]) & (runs == 2)
-    start, end, query = first[0], last[0], torch.arange(queries, device=mask.device)
-    inner, cut = end < keys - 1, start > 0
-    shortest = end.min()
-    above = inner & (end > shortest)
-    least = (
-        count.min(),
-        mask[..., 0].amin(),
-        same.all(),
-        torch.where(inner, end - query, _FAR).min(),
-        torch.where(inner, end - query, -_FAR).max(),
-        torch.where(inner, _FAR, query).min(),
-        torch.where(cut, query - start, _FAR).min(),
-        torch.where(cut, query - start, -_FAR).max(),
-        torch.where(cut, -_FAR, query).max(),
-        shortest,
-        torch.where(above, end - query, _FAR).min(),
-        torch.where(above, end - query, -_FAR).max(),
-        torch.where(end == shortest, query, -_FAR).max(),
-        other,
-    )
-    sizes = torch.full((1,), keys, dtype=torch.int64, device=mask.device)
-    return torch.cat([torch.stack([item.to(torch.int64) for item in least]), sizes])
+    return found
 
 
 def classified(numbers: Sequence[int]) -> MaskClass:
     """The class of a mask, from its `statistics`."""
-    fewest, sees_first, *bands, other, keys = numbers
+    fewest, sees_first, one_run, only_hides, shortest, right, left, keys, queries, rows, ends, starts = numbers
     if fewest <= 0:
         return GENERAL
     weak = MaskClass(kind="first" if sees_first else "rows")
-    if other:
+    if not only_hides:
         return weak
     if fewest == keys:
         return MaskClass(kind="full")
-    if not bands or not bands[0]:
+    if not one_run or queries == 1:
         return weak
-    right, most_right, end, left, most_left, start, shortest, offset, most_offset, plateau = bands[1:]
+    # No row ends before its distance from the query says, and none starts behind: the sums tell whether each is there.
     has_right, has_left = right != _FAR, left != _FAR
-    bounded = not has_left or (left == most_left and start <= left)
-    if bounded and (not has_right or (right == most_right and end + right >= keys - 1)):
-        if not has_left and right == 0:
-            return MaskClass(kind="causal")
-        return MaskClass(kind="band", left=left if has_left else None, right=right if has_right else None)
-    if has_left or offset != most_offset or plateau + offset > shortest or end + offset < keys - 1:
+    times = rows // queries
+    if not has_left or starts == times * _total(queries, -left, 0, keys):
+        if not has_right or ends == times * _total(queries, right, right, keys - 1):
+            if not has_left and right == 0:
+                return MaskClass(kind="causal")
+            return MaskClass(kind="band", left=left if has_left else None, right=right if has_right else None)
+    rises = shortest < min(queries - 1 + right, keys - 2)
+    if has_left or not rises or ends != times * _total(queries, right, shortest, keys - 1):
         return weak
-    return MaskClass(kind="prefix", right=offset, length=shortest + 1)
+    return MaskClass(kind="prefix", right=right, length=shortest + 1)
+
+
+def _total(queries: int, offset: int, least: int, most: int) -> int:
+    """The sum of `query + offset` over all queries, each no less than `least` and no more than `most`."""
+    low = min(max(least - offset, 0), queries)
+    high = min(max(most - offset, low), queries)
+    return low * least + (high - low) * (2 * offset + low + high - 1) // 2 + (queries - high) * most
 
 
 def is_of(parts: MaskParts, wanted: MaskClass) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.mask_classes import MaskClass, classified, is_of, shown, statistics
+from omnicomp.passes.mask_classes import MaskClass, classified, is_of, joined, read_once, reduced
 from omnicomp.safety.forks import new_lock
 
 Verdict = bool | MaskClass
@@ -309,6 +309,7 @@ class Look:
         missing = [index for index, verdict in enumerate(self._found) if verdict is None]
         self._made = {index: items[index][1](*inputs[index]) for index in missing}
         self._wanted = list(checker.expected)  # another thread may learn something else meanwhile
+        self._whole: set[int] = set()  # what costs no more to be looked at in full
         self._sent = _sent({index: self._asked(index, value) for index, value in self._made.items()})
 
     @property
@@ -331,20 +332,22 @@ class Look:
     def _asked(self, index: int, made: Any) -> torch.Tensor:
         if not self._checker.items[index][0].accepts:
             return made.reshape(1)
-        expected = _told(self._wanted[index])
-        return statistics(*shown(made)) if expected is None else is_of(made, expected).reshape(1)
+        if read_once(made):
+            self._whole.add(index)
+        expected = self._told(index)
+        return reduced(made) if expected is None else is_of(made, expected).reshape(1)
 
     def _judge(self) -> None:
         found: dict[int, Verdict] = {}
         for index, numbers in _read(self._sent).items():
-            expected = _told(self._wanted[index])
+            expected = self._told(index)
             if not self._checker.items[index][0].accepts:
                 found[index] = bool(numbers[0])
             elif expected is None:
                 found[index] = classified(numbers)
             elif numbers[0]:
                 found[index] = expected
-        again = {index: statistics(*shown(value)) for index, value in self._made.items() if index not in found}
+        again = {index: reduced(value) for index, value in self._made.items() if index not in found}
         found |= {index: classified(numbers) for index, numbers in _read(_sent(again)).items()}
         for index, verdict in found.items():
             self._found[index] = verdict
@@ -355,33 +358,34 @@ class Look:
                 _bits_known.keep(key, self._read[index], verdict)
         self._checker.learn(found)
 
+    def _told(self, index: int) -> MaskClass | None:
+        """The class that is expected and asked for alone, if it says all of the mask."""
+        expected = self._wanted[index]
+        if not isinstance(expected, MaskClass) or not expected.is_known or index in self._whole:
+            return None
+        return expected
+
     def _accepted(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         pairs = zip(self._checker.items, verdicts, strict=True)
         return [v.among(item.accepts) if isinstance(v, MaskClass) else v for (item, _), v in pairs]
 
 
-def _told(expected: Verdict | None) -> MaskClass | None:
-    """The class that is expected, if it says all of the mask, so that it can be asked for alone."""
-    return expected if isinstance(expected, MaskClass) and expected.is_known else None
-
-
-_Sent = list[tuple[list[tuple[int, int]], torch.Tensor, Any]]
+_Sent = list[tuple[list[tuple[int, torch.Size]], torch.Tensor, Any]]
 
 
 def _sent(asked: dict[int, torch.Tensor]) -> _Sent:
     """Have the numbers of several tensors copied to the host, with one copy for each device.
 
     Returns:
-        For each device the indices and how many numbers they have, the copy, and what to wait for, if anything.
+        For each device the indices and the shapes of their numbers, the copy, and what to wait for, if anything.
     """
     found: _Sent = []
     for device in dict.fromkeys(value.device for value in asked.values()):
         own = {index: value for index, value in asked.items() if value.device == device}
         values = list(own.values())
-        joined = values[0] if len(own) == 1 else torch.cat([value.to(torch.int64) for value in values])
-        sizes = [(index, value.numel()) for index, value in own.items()]
-        joined, event = _copied(joined)
-        found.append((sizes, joined, event))
+        together = values[0] if len(own) == 1 else torch.cat([value.to(torch.int64).view(-1) for value in values])
+        copy, event = _copied(together)
+        found.append(([(index, value.shape) for index, value in own.items()], copy, event))
     return found
 
 
@@ -397,10 +401,9 @@ def _copied(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
 def _read(sent: _Sent) -> dict[int, list[int]]:
     """The numbers, once they are there."""
     found: dict[int, list[int]] = {}
-    for sizes, joined, event in sent:
+    for shapes, copy, event in sent:
         if event is not None:
             event.synchronize()
-        numbers = joined.tolist()
-        for index, size in sizes:
-            found[index], numbers = numbers[:size], numbers[size:]
+        parts = copy.view(-1).split([shape.numel() for _, shape in shapes])
+        found |= {index: joined(part.view(shape)) for (index, shape), part in zip(shapes, parts, strict=True)}
     return found

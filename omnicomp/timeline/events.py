@@ -341,14 +341,14 @@ class Speculation(Event):
     Attributes:
         state: `assumed`: a variant is right only where it holds, and every call checks. `held`, `failed`: what the
             first call saw in which all, or not all, held. `compiled`: the variant was. `stopped`: nothing is checked
-            any more, and the general variant runs. `captured`: a call could neither check nor compile. `ran`: a variant
-            ran in 8, 16, 32, … calls.
+            any more, and the general variant runs. `captured`: a call could neither check nor compile. `slower`: the
+            check takes torch's operators, as its kernel failed. `ran`: a variant ran in 8, 16, 32, … calls.
         variant: `assumed`, `assumed2` and so on, or `general`: the one that is meant, or that runs.
         sentence: what was assumed.
         inputs: placeholders that the check reads; only where the state is `assumed`.
         saves: what the assumption saves, likewise.
         source: `file:line` of what was assumed something of, likewise.
-        reason: why nothing is checked.
+        reason: why nothing is checked, or not by the kernel.
         calls: in how many calls the variant ran so far; only where the state is `ran`.
     """
 

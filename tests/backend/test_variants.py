@@ -307,6 +307,17 @@ def test_a_check_that_raises_is_recorded_and_the_general_variant_runs(monkeypatc
     assert "planted failure" in omnicomp.audit().to_text()
 
 
+def test_a_kernel_of_the_check_that_failed_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = Reason(code="check_failed", by="speculation", sentence="planted failure")
+    monkeypatch.setattr(variants, "unusable", lambda: reason)
+    model, x = Model(), torch.randn(3, 4)
+    compiled = torch.compile(model, backend="omni", options=EAGER)
+    for mask in (FULL, PADDED, FULL):
+        check(compiled, model, x, mask)
+    assert states().count(("slower", "general")) == 1
+    assert "planted failure" in omnicomp.audit().to_text()
+
+
 def test_without_a_scene_for_a_late_compilation_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(inputs: Any) -> Any:
         raise RuntimeError("planted failure")

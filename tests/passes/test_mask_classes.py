@@ -1,11 +1,27 @@
 """Classes of masks by their values: whatever is said of random masks is so, and the usual ones are recognised."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import interpreted
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnicomp.passes.mask_classes import GENERAL, MaskClass, classified, is_of, statistics, usual_name
+from omnicomp.passes import mask_classes
+from omnicomp.passes.mask_classes import (
+    GENERAL,
+    MaskClass,
+    MaskParts,
+    classified,
+    is_of,
+    joined,
+    reduced,
+    shown,
+    statistics,
+    usual_name,
+)
 
 ALL = frozenset(("full", "causal", "band", "prefix", "first", "rows"))
 
@@ -21,7 +37,7 @@ def band(queries: int, keys: int, left: int | None = None, right: int | None = N
 
 
 def class_of(mask: torch.Tensor, other: bool | None = None) -> MaskClass:
-    return classified(statistics(mask, None if other is None else torch.tensor(other)).tolist())
+    return classified(joined(statistics(mask, None if other is None else torch.tensor(other))))
 
 
 def mask_of(known: MaskClass, queries: int, keys: int) -> torch.Tensor:
@@ -125,3 +141,85 @@ def test_a_mask_without_elements_is_of_no_class(shape: tuple[int, ...]) -> None:
     mask = torch.ones(shape, dtype=torch.bool)
     assert class_of(mask) == GENERAL
     assert not is_of((mask, (), ()), MaskClass(kind="causal"))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel takes tensors of this device: Triton's interpreter runs it on the CPU."""
+    device = interpreted.device()
+    monkeypatch.setattr(mask_classes, "usable", lambda tensor: tensor.device.type == device)
+    yield device
+    assert mask_classes.unusable() is None
+
+
+@st.composite
+def parts_of_masks(draw: st.DrawFn) -> MaskParts:
+    """A mask as a bool, as numbers, or as both; of any strides and dtype, with numbers that are none."""
+    visible = draw(masks())
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    hides = -65504.0 if dtype is torch.float16 else -1e8
+    low = draw(st.sampled_from([-torch.inf, torch.finfo(dtype).min]))
+    kind = draw(st.sampled_from(["keep", "added", "both", "outer"]))
+    added = torch.where(visible, 0.0, low).to(dtype)
+    if draw(st.integers(0, 3)) == 0:
+        number = draw(st.sampled_from([1.0, -999.0, -1001.0, -2e4, -torch.inf, torch.nan]))
+        added = added.clone()
+        added.view(-1)[draw(st.integers(0, added.numel() - 1))] = number
+
+    def laid(tensor: torch.Tensor) -> torch.Tensor:
+        way = draw(st.sampled_from(["as it is", "dense", "transposed", "a part"]))
+        if way == "transposed":
+            return tensor.mT.contiguous().mT
+        if way == "a part":
+            return torch.nn.functional.pad(tensor, (1, 2, 1, 0))[..., 1:, 1:-2]
+        return tensor.contiguous() if way == "dense" else tensor
+
+    if kind == "keep":
+        return laid(visible), (), ()
+    if kind == "added":
+        return None, (laid(added),), (hides,)
+    keep = visible if kind == "both" else visible[:1, :, :1]
+    return laid(keep), (laid(added),), (hides,)
+
+
+def same(parts: MaskParts, device: str) -> None:
+    keep, added, hides = parts
+    given = None if keep is None else keep.to(device), [tensor.to(device) for tensor in added], hides
+    found, expected = joined(reduced(given).cpu()), joined(statistics(*shown(parts)))
+    assert classified(found) == classified(expected)
+    if expected[8] > 1:  # queries; torch looks at less for one
+        assert found[:9] == expected[:9]
+
+
+@given(parts_of_masks())
+def test_the_kernel_finds_what_torch_finds(kernel: str, parts: MaskParts) -> None:
+    same(parts, kernel)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 4097), (5, 2048), (70, 300)])
+def test_the_kernel_finds_it_in_many_blocks_and_programs(
+    kernel: str, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_classes, "_PROGRAMS", 3)
+    for mask in (band(rows, keys, None, 0), band(rows, keys, 3, keys), band(rows, keys)):
+        same((mask, (), ()), kernel)
+        changed = mask.clone()
+        changed[..., -1, -1].logical_not_()
+        same((None, (torch.zeros(changed.shape).masked_fill(~changed, -1e9),), (-1e8,)), kernel)
+    padding = (torch.arange(keys) < torch.tensor([keys, 1 + keys // 2])[:, None])[:, None, None]
+    same((padding.expand(-1, 3, rows, -1), (), ()), kernel)
+
+
+def test_a_kernel_that_fails_gives_way_to_torch_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*parts: Any) -> torch.Tensor:
+        raise RuntimeError("no ptxas")
+
+    monkeypatch.setattr(mask_classes, "usable", lambda tensor: True)
+    monkeypatch.setattr(mask_classes, "_launched", broken)
+    monkeypatch.setattr(mask_classes, "_unusable", [])
+    for _ in range(2):
+        assert classified(joined(reduced((band(4, 4, None, 0), (), ())))) == MaskClass(kind="causal")
+        monkeypatch.setattr(mask_classes, "_launched", lambda *parts: pytest.fail("it is not tried again"))
+    reason = mask_classes.unusable()
+    assert reason is not None
+    assert "no ptxas" in reason.sentence

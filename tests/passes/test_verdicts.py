@@ -10,7 +10,7 @@ import torch
 from concurrency import in_threads
 
 from omnicomp.backend.variants import Checks
-from omnicomp.passes import verdicts
+from omnicomp.passes import mask_classes, verdicts
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.verdicts import Checker
 
@@ -106,6 +106,28 @@ def test_other_elements_of_the_same_memory_are_checked_for_themselves(waits: lis
     assert len(waits) <= 4, "three masks, and one that was expected to be what it had been"
 
 
+def test_what_a_kernel_reads_at_once_is_always_looked_at_in_full(
+    waits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks beside each other, one of which the kernel takes, which leaves lines of numbers for parts of the rows."""
+    taken: list[torch.Tensor] = []
+
+    def launched(keep: torch.Tensor, *rest: Any) -> torch.Tensor:
+        taken.append(keep)
+        whole = mask_classes.statistics(keep, None)
+        parts = torch.stack([whole, whole, whole])
+        parts[:2, mask_classes._LEAST :] = 0
+        return parts
+
+    monkeypatch.setattr(mask_classes, "usable", lambda tensor: bool(tensor[0, 0, 0, 0]))
+    monkeypatch.setattr(mask_classes, "_launched", launched)
+    checker, hidden = Checker([question(), question()]), CAUSAL.flip(-1)
+    for mask, wanted in ((CAUSAL, "causal"), (CAUSAL, "causal"), (CAUSAL, "causal"), (CAUSAL | True, "full")):
+        found = checker.verdicts([[mask.clone()], [hidden.clone()]])
+        assert [each.kind for each in found if not isinstance(each, bool)] == [wanted, "rows"]
+    assert len(taken) == len(waits) == 4, "one look each, whatever was expected"
+
+
 def test_memory_that_is_used_again_holds_another_mask(waits: list[int]) -> None:
     checker, memory = Checker([question()]), bytearray(CAUSAL.numel())
     wanted = {"causal": CAUSAL, "full": torch.ones_like(CAUSAL)}
@@ -159,7 +181,7 @@ def test_on_the_cpu_a_mask_is_known_by_what_is_in_it(
     first, second = same(CAUSAL.to(dtype)), same(CAUSAL.to(dtype))
     assert kind(Checker([asked]), first) == "causal"
     with monkeypatch.context() as patch:
-        patch.setattr(verdicts, "statistics", lambda *args: pytest.fail("it was looked at in full"))
+        patch.setattr(verdicts, "reduced", lambda *args: pytest.fail("it was looked at in full"))
         assert kind(Checker([asked]), second) == "causal"
     changed = CAUSAL.clone()
     changed[..., 2, 5] = True
@@ -220,7 +242,7 @@ def test_what_is_the_same_all_the_time_is_only_compared(waits: list[int], monkey
     for _ in range(2):
         kind(checker, CAUSAL.clone())
     with monkeypatch.context() as patch:
-        patch.setattr(verdicts, "statistics", lambda *args: pytest.fail("it was looked at in full"))
+        patch.setattr(verdicts, "reduced", lambda *args: pytest.fail("it was looked at in full"))
         assert kind(checker, CAUSAL.clone()) == "causal"
     assert kind(checker, torch.ones_like(CAUSAL)) == "full"
 

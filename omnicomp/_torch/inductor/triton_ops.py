@@ -17,6 +17,7 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._triton import has_triton
 
 from omnicomp._torch.autograd.overrides import put_fake
 
@@ -59,6 +60,12 @@ class Plan:
 
     results: Sequence[Buffer]
     launches: Sequence[Launch]
+
+
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether kernels of Triton can read a tensor as it is: a plain one, on an NVIDIA GPU that Triton compiles for."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.is_cuda and not tensor.is_neg() and torch.version.hip is None and has_triton()
 
 
 def define(schema: str, reference: Callable[..., Any], plan: Callable[..., Plan]) -> Any:
@@ -107,7 +114,7 @@ def _launched(plan: Plan, device: torch.device) -> list[torch.Tensor]:
             made[value] = torch.empty(value.shape, dtype=value.dtype, device=device)
         return made[value]
 
-    with torch.cuda.device(device):
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton's interpreter takes the CPU's tensors
         for launch in plan.launches:
             arguments = {name: real(value) for name, value in launch.arguments.items()}
             _configured(launch.kernel, launch.warps, launch.stages)[launch.grid](**arguments)

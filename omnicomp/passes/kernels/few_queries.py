@@ -20,9 +20,9 @@ def parts(
     SCALE: tl.constexpr,
 ):  # fmt: skip
     """The part of one program, of all queries that share a head of keys: `rows`, at most 16."""
-    at, part = tl.program_id(0), tl.program_id(1)
-    batch, head = (at // heads).to(tl.int64), at % heads
-    row = tl.arange(0, 16)
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # what strides are multiplied with has 64 bits
+    batch, head = at // heads, at % heads
+    row = tl.arange(0, 16).to(tl.int64)
     there = row < rows
     own, which = head * (rows // queries) + row // queries, row % queries
     d, dv = tl.arange(0, D), tl.arange(0, DV)
@@ -34,7 +34,7 @@ def parts(
     made = tl.zeros((16, DV), tl.float32)
     end = tl.load(last).to(tl.int32)
     for start in range(part * BLOCK, end, BLOCK * PARTS):
-        j = start + tl.arange(0, BLOCK)
+        j = (start + tl.arange(0, BLOCK)).to(tl.int64)
         read = j < end
         k = tl.load(key + batch * kb + head * kh + j[:, None] * kk + d[None, :], mask=read[:, None], other=0.0)
         v = tl.load(value + batch * vb + head * vh + j[:, None] * vk + dv[None, :], mask=read[:, None], other=0.0)
@@ -65,7 +65,7 @@ def parts(
 @triton.jit
 def joined(out, sums, result, rows, DV: tl.constexpr, PARTS: tl.constexpr):
     """One row of the output; zero where no key is seen, as sdpa has it."""
-    at = tl.program_id(0)
+    at = tl.program_id(0).to(tl.int64)
     head, row = at // rows, at % rows
     part, dv = tl.arange(0, PARTS), tl.arange(0, DV)
     place = (head * PARTS + part) * 16 + row
