@@ -155,6 +155,18 @@ def test_attention_with_a_mask_as_input_is_not_refuted():
     assert certify.REFUTED not in {event.verdict for event in certified()}
 
 
+def test_exponentials_that_a_mask_sets_to_zero_are_proved_to_be_masked_scores():
+    def attention(q, k, v):
+        e = (q @ k.transpose(-2, -1) / 8**0.5).exp() * (torch.arange(6) <= torch.arange(6)[:, None])
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    x = torch.randn(2, 4, 6, 8)
+    torch.compiler.reset()
+    torch.compile(attention, backend="omni", options={"lowerings": ["eager"], "certify": "new"})(x, x, x)
+    (event,) = certified()
+    assert (event.name, event.verdict) == ("attention_fusion", certify.PROVED)
+
+
 @pytest.mark.parametrize("holds", ["full", "causal"])
 def test_what_is_assumed_of_a_mask_is_told_of_the_input_that_it_is_made_of(holds: str, monkeypatch: pytest.MonkeyPatch):
     def padded(q, mask):  # of whole numbers, as tokenizers give

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, GraphModule
 
-from omnicomp._torch.autograd.attention import known_equal
+from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.passes.attention.nodes import is_normalizing
 from omnicomp.passes.attention.reader import Reader, axes_of
 from omnicomp.passes.attention.site import MatchEnded
@@ -21,6 +21,7 @@ _COPIES: Final = ("clone", "_to_copy", "alias", "detach")
 _SUMS: Final = ("sum", "linalg_vector_norm")
 _SOFTMAX: Final = ("_softmax", "_safe_softmax")
 _MOVED: Final = (*VIEWS, "_to_copy", "clone")
+_CLOSING: Final = ("mul", "masked_fill", "where")
 _AROUND: Final = ("clone", "expand", "_to_copy", "copy")
 PASSED: Final = frozenset(
     "add sub rsub mul div neg lerp where masked_fill clamp clamp_min maximum minimum tanh exp scaled_add _to_copy copy "
@@ -195,7 +196,9 @@ def _is_normalized_later(op: Op) -> bool:
     computed = [product for product in products if not any(map(_is_parameter, product.inputs))]
     if not computed or any(reached(each.outputs[0], _SUMS, through) for each in _twins(op)):
         # What divides the weights by their own sums is the candidate, and not its exponentials.
-        return bool(computed) and not any(exponential(user) for user in op.outputs[0].users)
+        users = [*op.outputs[0].users]
+        users += [user for each in users if each.name in _CLOSING for value in each.outputs for user in value.users]
+        return bool(computed) and not any(map(exponential, users))
     # The sum may be a product with ones, or a column of the product, that of ones beside the values.
     moved = (*_MOVED, "add", "clamp", "clamp_min", "maximum", "where", "masked_fill")
     made = {product.outputs[0] for product in computed}
@@ -331,6 +334,24 @@ def base(softmax: Op) -> float:
     return 2.0 if op.name == "exp2" else math.e
 
 
+def closing(softmax: Op) -> Op | None:
+    """What sets exponentials to zero before they are summed, as in `(e * mask) / (e * mask).sum()`; None if nothing."""
+    fraction = _fraction(softmax)
+    op = None if fraction is None else behind_views(fraction[0], _AROUND).op
+    return op if op is not None and _closed(op) is not None else None
+
+
+def _closed(op: Op) -> Op | None:
+    """The exponentials of `e * mask`, `e.masked_fill(mask, 0)` and `where(mask, e, 0)`, which may be zeros instead."""
+    if op.name not in _CLOSING:
+        return None
+    for value in op.args:
+        made = value.op if isinstance(value, Value) else None
+        if made is not None and _exponent(made) is not None:
+            return made if known_shape(made.outputs[0].fake, op.outputs[0].fake) else None
+    return None
+
+
 def _exponent(op: Op) -> Value | None:
     """`x` of `exp(x)`, `exp2(x)` and of a number to the power of `x`."""
     if op.name in ("exp", "exp2"):
@@ -346,10 +367,11 @@ def _quotient(op: Op) -> tuple[Op, Op] | None:
     if fraction is None:
         return None
     above, total = behind_views(fraction[0], _AROUND).op, behind_views(fraction[2], (*_AROUND, *_MOVED)).op
-    if above is None or total is None or total.name != "sum" or _exponent(above) is None:
+    if above is None or total is None or total.name != "sum":
         return None
+    exp = above if _exponent(above) is not None else _closed(above)
     own = behind_views(total.args[0], ("clone", "_to_copy")).op is above
-    return (above, total) if own and _of_own_rows(op, fraction[1], total) else None
+    return (exp, total) if exp is not None and own and _of_own_rows(op, fraction[1], total) else None
 
 
 def _of_own_rows(op: Op, value: Value, total: Op) -> bool:
@@ -480,5 +502,7 @@ def written_out(softmax: Op) -> list[Op]:
         op = stack.pop()
         if op not in found:
             found.append(op)
-            stack.extend(value.op for value in op.inputs if value is not start and value.op is not None)
+            masked = _closed(op)
+            above = op.inputs if masked is None else masked.outputs
+            stack.extend(value.op for value in above if value is not start and value.op is not None)
     return found

@@ -16,6 +16,7 @@ from omnicomp.passes.attention.candidates import (
     PRODUCTS,
     base,
     behind_views,
+    closing,
     comes_from_product,
     exponential,
     normalized_dim,
@@ -26,6 +27,7 @@ from omnicomp.passes.attention.candidates import (
 )
 from omnicomp.passes.attention.form import SWALLOWS
 from omnicomp.passes.attention.operands import peel
+from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import At, Reader, axes_of
 from omnicomp.passes.attention.site import (
     Fill,
@@ -389,6 +391,7 @@ class _Match:
                     lever="leave the mixing of heads out, or mix the outputs of the heads instead",
                 )
             raise self._not_over_keys()
+        closed = None if (mask := closing(self.softmax)) is None else self._closed(mask, at, key, queries)
         if not full(at[dim], size):
             value, at = self._sink(value, at, dim, size)
         depends: dict[Value, bool] = {}
@@ -426,7 +429,31 @@ class _Match:
             if self.sinks:
                 raise self._ended("a sink takes part in exponentials to another base than e", "torch.exp")
             term = Apply(dtype=term.dtype, op="mul", args=(term, Number(dtype=term.dtype, value=math.log(number))))
+        if closed is not None:
+            term = Apply(dtype=term.dtype, op="where", args=(closed, Number(dtype=term.dtype, value=-math.inf), term))
         return term, product
+
+    def _closed(self, op: Op, at: At, key: Position, queries: Position) -> Term:
+        """Where exponentials are set to zero before they are summed, as if their scores were -inf."""
+        made = self.reader.define(Read(dtype=op.outputs[0].fake.dtype, value=op.outputs[0], at=at))
+        scores = exponential(self.softmax)
+        arguments = made.args if isinstance(made, Apply) else ()
+        carriers = [n for n, each in enumerate(arguments) if _reads_what_is_made_of(each, scores)]
+        step = self._with_number(step_of(made, carriers[0])) if isinstance(made, Apply) and len(carriers) == 1 else None
+        if isinstance(step, Fill) and number_in(step.value) == 0:
+            return step.condition
+        if isinstance(step, Scale):
+            others = tuple(axis for p in at for axis in p.flat() if axis not in (*key.flat(), *queries.flat()))
+            axes = {"batch": others, "heads": (), "query": queries.flat(), "key": key.flat()}
+            pieces = additive(self.reader.expand(step.term), **axes)
+            if pieces is not None and set(pieces.values) <= {0.0, 1.0}:
+                return pieces.keep()
+        raise self._ended(
+            "the exponentials are multiplied by what is not known to be a mask of ones and zeros",
+            "a mask that is made of conditions in the program",
+            op,
+            lever="hide keys before a softmax: torch.softmax(scores.masked_fill(~mask, float('-inf')), -1)",
+        )
 
     def _wanted(self, value: Value, product: Value, depends: dict[Value, bool]) -> bool:
         """Whether to look into a value: it comes from the product, or may be a number."""
@@ -570,6 +597,11 @@ def _requires_grad(node: Node) -> bool:
 def _arrange(op: Op, batch: Position, rows: Position, columns: Position, *, transposed: bool) -> At:
     pair = (columns, rows) if transposed else (rows, columns)
     return pair if op.name == "mm" else (batch, *pair)
+
+
+def _reads_what_is_made_of(term: Term, value: Value | None) -> bool:
+    inner = uncast(term)
+    return isinstance(inner, Read) and inner.value.op is not None and value in inner.value.op.inputs
 
 
 def _is_product(value: Value) -> bool:

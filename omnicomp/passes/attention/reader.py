@@ -218,6 +218,8 @@ class Reader:
             return self._where(op, at)
         if name == "index_put":
             return self._filled_where(op, at)
+        if name == "lerp":
+            return self._chosen(op, at)
         if name in ("clamp", "clamp_min", "clamp_max"):
             return self._clamp(op, at)
         if name == "square":
@@ -288,6 +290,18 @@ class Reader:
         kept = self._operand(base, at, dtype)
         args = (self.read(condition, at[: condition.fake.dim()]), Number(dtype=dtype, value=number), kept)
         return Apply(dtype=dtype, op="where", args=args)
+
+    def _chosen(self, op: Op, at: At) -> Term | None:
+        """`torch.lerp(scores, number, mask)` with a mask of ones and zeros that a cast makes of a condition."""
+        dtype = op.outputs[0].fake.dtype
+        start, end, weight = (self._operand(each, at, dtype) for each in op.args[:3])
+        end, weight = self.expand(end), self.expand(weight)
+        while isinstance(weight, Apply) and weight.op == "cast":
+            weight = weight.args[0]
+        finite = isinstance(end, Number) and abs(end.value) <= torch.finfo(dtype).max  # zero times infinity is NaN
+        return (
+            Apply(dtype=dtype, op="where", args=(weight, end, start)) if finite and weight.dtype == torch.bool else None
+        )
 
     def _clamp(self, op: Op, at: At) -> Term:
         dtype = op.outputs[0].fake.dtype

@@ -203,6 +203,66 @@ def test_candidates_are_between_two_products_of_what_was_computed():
     assert [op.name for op in found] == ["_softmax", "bmm"]
 
 
+@pytest.mark.parametrize(
+    "close",
+    [
+        lambda e, seen: e * seen,
+        lambda e, seen: seen.float() * e,
+        lambda e, seen: e * (1.0 - (~seen).float()),
+        lambda e, seen: e.masked_fill(~seen, 0.0),
+        lambda e, seen: torch.where(seen, e, 0.0),
+        lambda e, seen: e.masked_fill_(~seen, 0),
+    ],
+    ids=["times bool", "times numbers", "times the opposite", "filled", "chosen", "in place"],
+)
+@pytest.mark.parametrize("shifted", [True, False])
+def test_exponentials_that_a_mask_sets_to_zero_before_they_are_summed_are_a_mask_of_the_scores(close, shifted):
+    def attention(q, k, v):
+        scores = q @ k.mT / 4
+        seen = torch.arange(8) <= torch.arange(6)[:, None] + 2
+        e = close((scores - scores.amax(-1, keepdim=True) if shifted else scores).exp(), seen)
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    backend = fuse(attention, *inputs()[:3])
+    assert "mask (" in backend.rewrite().detail
+    assert len(backend.attentions()) == 1
+
+
+def test_rows_whose_exponentials_are_all_zero_are_nan_as_in_eager():
+    q, k, v, _ = inputs()
+
+    def attention(q, k, v, seen):
+        e = (q @ k.mT).exp() * seen[:, None, None]
+        return (e * e.sum(-1, keepdim=True).reciprocal()) @ v
+
+    seen = torch.tensor([[False] * 8, [True] * 5 + [False] * 3])
+    backend = Backend()
+    out = compiled(attention, backend)(q, k, v, seen)
+    assert backend.rewrite()
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out, attention(q, k, v, seen), equal_nan=True)
+
+
+def test_exponentials_times_numbers_that_may_be_any_are_told():
+    q, k, v, m = inputs()
+    backend = fuse(lambda q, k, v, m: ((e := (q @ k.mT).exp() * m) / e.sum(-1, keepdim=True)) @ v, q, k, v, m.abs())
+    assert "not known to be a mask of ones and zeros" in backend.miss().sentence
+
+
+def test_scores_that_are_interpolated_with_a_number_by_a_condition_are_masked():
+    least = torch.finfo(torch.float32).min
+
+    def attention(q, k, v, number):
+        hidden = torch.arange(8) > torch.arange(6)[:, None] + 2
+        return torch.lerp(q @ k.mT, torch.full((), number, dtype=q.dtype), hidden.to(q.dtype)).softmax(-1) @ v
+
+    assert "mask (" in fuse(lambda q, k, v: attention(q, k, v, least), *inputs()[:3]).rewrite().detail
+    q, k, v, _ = inputs()
+    backend = Backend()
+    assert compiled(lambda q, k, v: attention(q, k, v, -math.inf), backend)(q, k, v).isnan().all()
+    assert backend.miss()
+
+
 def late(scores, v, *, shifted=True):
     e = torch.exp(scores - scores.amax(-1, keepdim=True) if shifted else scores)
     return (e @ v) / e.sum(-1, keepdim=True)
