@@ -242,6 +242,11 @@ def _modules(gm: GraphModule, policy: Policy) -> tuple[str, ...]:
     return tuple(sorted(set(found.values())))
 
 
+def _recording() -> bool:
+    """Whether the calls are being recorded as a CUDA graph, in which nothing is read or exchanged."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _in_foreground(why: str) -> Reason:
     return Reason(
         code="not_in_background",
@@ -299,12 +304,12 @@ class Behind:
 
     def start(self) -> None:
         """Have the graph built."""
-        with _changed:
-            _building.add(self)
         self._record("started")
         self._submit()
 
     def _submit(self) -> None:
+        with _changed:
+            _building.add(self)
         pool().submit(_Order(self, self._wish, Behind.take, Behind.give_up))
 
     def __call__(self, *args: Any) -> Any:
@@ -353,9 +358,9 @@ class Behind:
         Activation checkpointing calls a graph again in the backward, and counts what is saved. A backward that never
         comes is not waited for, unless the program has hooks for saved tensors.
         """
-        if in_backward() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if in_backward() or _recording():
             return False
-        left = tuple(self._outstanding)
+        left = self._outstanding.copy()  # at once: the garbage collector may forget one at any moment
         self._refused += bool(left)
         return not left or (self._refused > _PATIENCE and not any(each.hooked for each in left))
 
@@ -363,7 +368,11 @@ class Behind:
         with self._lock:
             exchange, self._exchange = self._exchange, None
             if exchange is not None:
-                self._good = exchange()
+                try:
+                    self._good = exchange()
+                except BaseException:  # an interrupt, while the graph is built here; the next call goes on
+                    self._exchange = exchange
+                    raise
                 self._go_on(self._good)
                 self._outstanding.clear()
                 self._refused = 0
@@ -377,7 +386,7 @@ class Behind:
         count = itertools.count(1)
 
         def counted(*args: Any) -> Any:
-            if next(count) == _HOT:
+            if next(count) >= _HOT and self._begin(better=True):
                 # In training, what is called until the exchange is followed, as a backward must be of one kind.
                 self._target = None if self._graph.training else call
                 self._improve(args)
@@ -385,12 +394,18 @@ class Behind:
 
         return counted
 
+    def _begin(self, *, better: bool = False) -> bool:
+        """Whether a further build may be ordered; there is one at a time, as each is put around what runs."""
+        with self._lock:
+            free = not self._busy and self._exchange is None and not _recording()
+            begun = free and (self._better is not None or not better)
+            self._busy = self._busy or begun
+        return begun
+
     def _resize(self, *args: Any) -> Any:
         """A call of sizes that no build is for: it runs eager, and a build for them is ordered, a few times."""
-        with self._lock:
-            order = not self._busy and self._exchange is None and self._resized + 1 < MOST_VARIANTS
-            self._busy, self._resized = self._busy or order, self._resized + order
-        if order:
+        if self._resized + 1 < MOST_VARIANTS and self._begin():
+            self._resized += 1
             sizes = {name: value for name, value in zip(self._symbols, args, strict=True) if name}
             values = samples.packed(args, self._static, whole=False) if self._wish.values else b""
             wish = dataclasses.replace(self._wish, values=values, sizes=sizes, variant=f"sizes{self._resized}")
@@ -423,7 +438,6 @@ class Behind:
         values = samples.packed(args, self._static, whole=True) if "choose" in self._better else self._wish.values
         with _changed:
             _building.add(self)
-        self._busy = True
         self._record("improving")
         wish = dataclasses.replace(self._wish, values=values, policy=self._better)
         self._better = None
@@ -658,14 +672,20 @@ class _Order:
         self._take, self._leave = take, leave
 
     def is_wanted(self) -> bool:
-        """Whether the program still has the graph."""
-        return self._behind() is not None
+        """Whether the program still has the graph; who waits for its build is told if not."""
+        wanted = self._behind() is not None
+        if not wanted:
+            with _changed:
+                _changed.notify_all()
+        return wanted
 
     def done(self, reply: bytes) -> None:
         """Restore it."""
         behind = self._behind()
         if behind is not None:
             self._take(behind, reply)
+        else:
+            self.is_wanted()
 
     def failed(self, why: str) -> None:
         """Leave it eager."""
@@ -697,8 +717,9 @@ _building: "weakref.WeakSet[Behind]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    global _changed
-    _changed = threading.Condition()
+    # A child has nothing under way before its first call of a graph.
+    global _changed, _building
+    _changed, _building = threading.Condition(), weakref.WeakSet()
 
 
 if hasattr(os, "register_at_fork"):

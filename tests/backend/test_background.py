@@ -6,6 +6,7 @@ Most of it in one process: `Desk` takes the place of the pool, and builds when a
 import dataclasses
 import importlib
 import json
+import os
 import random
 import sys
 import threading
@@ -393,7 +394,17 @@ def test_what_can_not_leave_the_other_process_is_built_here(desk: Desk, monkeypa
     model = nn.Linear(4, 4)
     call, x = compiled(model), torch.randn(3, 4)
     call(x).sum().backward()
+    (behind,) = background._building
     desk.work()
+    build, interrupts = behind._build_here, iter([KeyboardInterrupt])
+
+    def interrupted() -> Any:
+        raise next(interrupts)
+
+    monkeypatch.setattr(behind, "_build_here", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(x)
+    monkeypatch.setattr(behind, "_build_here", build)
     torch.testing.assert_close(call(x), model(x))
     assert states()[-1] == "foreground"
     assert {event.part for event in events(Ran)} == {"forward"}
@@ -441,9 +452,23 @@ def test_the_graph_is_not_built_for_a_program_that_has_forgotten_it(desk: Desk) 
     torch.compiler.reset()
     import gc
 
+    waiting = threading.Thread(target=omnicomp.wait, daemon=True)
+    waiting.start()
     gc.collect()
     assert not desk.orders[0].is_wanted()
     assert omnicomp.wait(0)
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_waits_for_no_build_of_its_parent(desk: Desk) -> None:
+    compiled(gelu)(torch.randn(4, 4))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if omnicomp.wait(0) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not omnicomp.wait(0)
 
 
 def test_calls_get_the_interpreter_at_once_while_a_graph_is_restored(
@@ -542,6 +567,29 @@ def test_a_better_build_is_made_of_a_hot_graph_and_takes_over(
     assert states()[-1] == "improved"
     assert {event.lowering for event in events(Ran)} == {"eager"}
     assert "once more for speed" in " ".join(omnicomp.audit().to_text().split())
+
+
+def test_a_better_build_is_not_ordered_while_a_graph_is_recorded_or_another_build_is_under_way(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    improved, recording = second(desk, monkeypatch, {"verdicts": "off"}), [False]
+    monkeypatch.setattr(background, "_recording", lambda: recording[0])
+    call, x = compiled(gelu), torch.randn(4, 4)
+    call(x)
+    (behind,) = background._building
+    desk.work()
+    call(x)
+    recording[0] = True
+    for _ in range(background._HOT + 1):
+        call(x)
+    recording[0] = False
+    assert behind._begin()
+    call(x)  # another thread is about to order a build for other sizes
+    assert not improved.orders
+    behind._over()
+    call(x)
+    assert len(improved.orders) == 1
+    assert not behind._begin()
 
 
 def test_a_better_build_that_fails_or_dies_leaves_what_runs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
