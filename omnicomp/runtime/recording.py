@@ -22,6 +22,7 @@ from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
 from omnicomp._torch.user_code import is_of_program
 from omnicomp.errors import harmless
 from omnicomp.lowerings import Executable, LoweringContext
+from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.timeline import CudaGraph, Reason, Timeline
 
 _COLD: Final = 2  # calls that are not timed: they compile kernels
@@ -340,8 +341,7 @@ def record_calls(result: Executable, context: LoweringContext, subgraph: str) ->
     recordable = result.recordable
     if recordable is None:
         return result
-    own = sorted(name for name in result.attest()[1] if is_of_program(name.removeprefix("torch.ops.")))
-    why = recordable.reason or (f"{own[0]} may do on the host what no replay does" if own else "")
+    why = recordable.reason or _uncapturable(result.attest()[1])
     if why:
         context.timeline.append(CudaGraph(**context.where(subgraph), state="plain", reason=not_recorded(why)))
         return result
@@ -355,6 +355,21 @@ def record_calls(result: Executable, context: LoweringContext, subgraph: str) ->
     )
     whole = result.install is not None
     return dataclasses.replace(result, call=result.compiled.current_callable) if whole else result
+
+
+def _uncapturable(kernels: Iterable[str]) -> str:
+    """Which of the operators that a graph calls may do more than launch kernels; empty if none does."""
+    own = sorted(filter(is_of_program, (name.removeprefix("torch.ops.") for name in kernels)))
+    overrides = {str(operator): item for item in registered() for operator in item.operators} if own else {}
+    for name in own:
+        item = overrides.get(name)
+        if item is None:
+            return f"{name} may do on the host what no replay does"
+        if not item.capturable:
+            return (
+                f"the override {item.name} may do on the host what no replay does, unless it declares capturable=True"
+            )
+    return ""
 
 
 def not_recorded(why: str) -> Reason:

@@ -13,10 +13,12 @@ from torch._inductor.cudagraph_utils import CudagraphCachedInfo
 from torch._inductor.output_code import CompiledFxGraph
 from torch.utils._ordered_set import OrderedSet
 
+import omnicomp
 from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
 from omnicomp.lowerings import LoweringContext
+from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.options.policy import parse
-from omnicomp.runtime.recording import Recorders, Recording
+from omnicomp.runtime.recording import Recorders, Recording, _uncapturable
 from omnicomp.timeline import CudaGraph, Timeline, events
 
 
@@ -424,6 +426,22 @@ def test_an_operator_of_the_program_is_not_recorded(as_on_cuda: FakeRecorder) ->
     assert event.reason is not None
     assert "recording_test.twice" in event.reason.sentence
     assert as_on_cuda.work == 0
+
+
+@pytest.mark.parametrize(("capturable", "why"), [(False, "the override recorded_sin may do"), (True, "")])
+def test_an_override_says_whether_it_can_be_captured(capturable: bool, why: str) -> None:
+    @omnicomp.override(op=torch.ops.aten.sin.default, name="recorded_sin", capturable=capturable)
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    try:
+        (item,) = (item for item in registered() if item.name == "recorded_sin")
+        kernels = ["extern_kernels.mm", f"torch.ops.{item.operators[0]}"]
+        assert _uncapturable(kernels).startswith(why)
+        assert bool(_uncapturable(kernels)) is not capturable
+        assert _uncapturable([*kernels, "torch.ops.z.program"]).startswith("z.program" if capturable else why)
+    finally:
+        unregister("recorded_sin")
 
 
 @pytest.mark.parametrize("options", [{"triton.cudagraphs": False}, {"triton.cudagraphs": True}], ids=["off", "on"])

@@ -45,6 +45,7 @@ class Override:
         setup_context: the function that saves values for it.
         excerpt: makes the arguments of a smaller call of the operator, which is verified in the place of a large one.
         check: called with the fake arguments; returns None, or the reason why it refuses them.
+        capturable: whether a CUDA graph may replay the kernels of a call.
         sources: files whose content changes what it computes, for the compile caches' keys.
         doc: first line of its documentation.
     """
@@ -68,6 +69,7 @@ class Override:
     setup_context: Function | None = None
     excerpt: Function | None = None
     check: Check | None = None
+    capturable: bool = False
     sources: tuple[str, ...] = ()
     doc: str = ""
 

@@ -71,6 +71,7 @@ def override(
     mutates: Sequence[str] | None = None,
     priority: int = 0,
     check: Check | None = None,
+    capturable: bool = False,
     sources: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Register the decorated function as an override.
@@ -122,6 +123,8 @@ def override(
             that was registered first.
         check: gets the fake arguments and returns None or a `Reason` with code `override_refused`. In the tag form,
             one that has a parameter `block` also gets the `omnicomp.lowerings.overrides.blocks.Block`.
+        capturable: whether all that a call does on a GPU is in the kernels that it launches, so that a CUDA graph may
+            replay them without the function. What `torch.library.triton_op` made needs no declaration.
         sources: further files that the kernels are made of.
 
     Returns:
@@ -182,6 +185,7 @@ def override(
                 setup_context=setup_context,
                 excerpt=excerpt,
                 check=check,
+                capturable=capturable,
                 sources=tuple(sources),
                 doc=(inspect.getdoc(plain) or "").split("\n", 1)[0],
             )
