@@ -1,11 +1,12 @@
 """Is `numerics="eager"` eager's in every bit: outputs, gradients and random numbers of models, and at what speed?
 
-    python bench/bench_numerics.py [--models llama vit] [--options JSON] [--rounds N] [--json FILE]
+    python bench/bench_numerics.py [--models llama vit] [--modes inference] [--options JSON] [--rounds N] [--json FILE]
 
 The models are those of `bench_regions.py` that are installed, shrunk, with random weights. Each is run in evaluation
 without gradients and in a training step with its dropout, three times with other inputs and seeds, beside eager with
 the same; the third call is one that omnicomp does not compare itself. `operators` counts them by their lowering, and
-`eager` says that the comparison found a difference, so that a graph or a piece of it ran eager.
+`eager` says that the comparison found a difference, so that a graph or a piece of it ran eager. With `--modes rows`,
+parts of a batch are compared with the whole of it under `numerics="batch-invariant"`, and by eager's own kernels.
 """
 
 import argparse
@@ -83,10 +84,41 @@ def measure(name: str, arguments: argparse.Namespace, *, training: bool) -> dict
     return row
 
 
+@torch.no_grad()
+def measure_rows(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compare rows alone, and parts of a batch, with the whole batch under `numerics="batch-invariant"`."""
+    torch.manual_seed(0)
+    model = MODELS[name].make().eval()
+    torch.compiler.reset()
+    options = {"numerics": "batch-invariant", **json.loads(arguments.options)}
+    call = torch.compile(model, backend="omni", options=options)
+    made = [MODELS[name].inputs() for _ in range(8)]
+    batch = {k: torch.cat([each[k] for each in made]) if isinstance(v, Tensor) else v for k, v in made[0].items()}
+    size = max(len(value) for value in batch.values() if isinstance(value, Tensor))
+
+    def leaves(function: Callable[..., Any], start: int, count: int) -> list[Tensor]:
+        part = {k: v[start : start + count] if isinstance(v, Tensor) else v for k, v in batch.items()}
+        return [value for value in tree_leaves(function(**part)) if isinstance(value, Tensor)]
+
+    row: dict[str, Any] = {"model": name, "calls": [], "eager's": []}
+    for key, function in (("calls", call), ("eager's", model)):
+        whole = leaves(function, 0, size)
+        for count in (1, 2, 3, 5, size - 1):
+            start = int(torch.randint(size - count + 1, ()))
+            parts = [value[start : start + count] for value in whole]
+            row[key].append(all(map(same, leaves(function, start, count), parts)))
+    if arguments.rounds:
+        sides = {"eager": lambda: leaves(model, 0, size), "omni": lambda: leaves(call, 0, size)}
+        times = interleave(sides, rounds=arguments.rounds, seconds=0.3)
+        row["speed"] = times["eager"].ratio_to(times["omni"])
+    return row
+
+
 def main() -> None:
     """Compare, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--modes", nargs="*", default=["inference", "training"])
     parser.add_argument("--options", default="{}")
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -94,17 +126,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
     for name in arguments.models:
-        for training in (False, True):
+        for mode in arguments.modes:
+            training = mode == "training"
             try:
-                rows.append(measure(name, arguments, training=training))
+                found = measure_rows(name, arguments) if mode == "rows" else measure(name, arguments, training=training)
+                rows.append(found)
             except ImportError as error:
                 print(name, "is left out:", error, flush=True)
                 break
             except Exception as error:
-                rows.append({"model": name, "training": training, "calls": [], "error": repr(error)[:300]})
+                rows.append({"model": name, "mode": mode, "calls": [], "error": repr(error)[:300]})
             print(
                 name,
-                "training" if training else "inference",
+                mode,
                 {k: v for k, v in rows[-1].items() if k != "report"},
                 flush=True,
             )

@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import importlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -33,7 +34,7 @@ import omnicomp
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import compile_fx
 
-LAYERS: Final = 6
+LAYERS: Final = int(os.environ.get("LAYERS", "6"))
 WIDTH: Final = 64
 
 _SMALL: Final[dict[str, Any]] = {

@@ -70,7 +70,7 @@ UNARY: dict[str, Callable[[Tensor], Any]] = {
     **{f"floor {n}": (lambda x, n=n: x // n) for n in (3, 0.1)},
 }
 BINARY: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "add 0.5": lambda x, y: torch.add(x, y, alpha=0.5),
+    "add 0.3": lambda x, y: torch.add(x, y, alpha=0.3),
     "sub 0.3": lambda x, y: torch.sub(x, y, alpha=0.3),
     "lerp 0.3": lambda x, y: torch.lerp(x, y, 0.3),
     "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.3),

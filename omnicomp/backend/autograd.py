@@ -84,7 +84,7 @@ def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, 
     A graph for inference stays as it is; one in training is consumed.
     """
     policy = graph.policy
-    undecomposed = engines_of(policy) or policy.numerics == "eager"
+    undecomposed = engines_of(policy) or policy.numerics != "inductor"
     if graph.training or policy.regions == "never" or undecomposed or not uses_inductor(graph):
         return _compile(gm, inputs, graph, weights, None)
     try:
@@ -121,7 +121,7 @@ def _compile(
     verifies = graph.policy.verify in VERIFYING
     tag = f"{tag}-verified" if verifies and is_bundled() else tag
     tag = f"{tag}-passes" if graph.policy.verify == "inductor" else tag
-    engines, exact, count = bool(engines_of(graph.policy)), graph.policy.numerics == "eager", len(inputs)
+    engines, exact, count = bool(engines_of(graph.policy)), graph.policy.numerics != "inductor", len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
     own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm
     gm = own or gm

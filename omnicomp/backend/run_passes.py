@@ -131,8 +131,8 @@ def _run(
     for item in line:
         context.running = item.name
         made = item if item.name in left_out else item.of(policy)
-        if policy.numerics == "eager" and made.claims(context):
-            left_out.setdefault(item.name, "its rewrites may change a bit, and the option numerics asks for eager's")
+        if policy.numerics != "inductor" and made.claims(context):
+            left_out.setdefault(item.name, "its rewrites may change a bit, which the option numerics forbids")
         if item.name in foreign and checked(made).name != item.name:
             raise PassError(f"{type(item).__qualname__}.of returned the pass {made.name!r}; return one of its own kind")
         pipeline.append(made)

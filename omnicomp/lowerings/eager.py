@@ -11,6 +11,7 @@ from omnicomp._torch.fx import boxed
 from omnicomp.analysis.layouts import Layout, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
+from omnicomp.lowerings.batch_invariant import put_forms, refusal
 from omnicomp.timeline import Reason
 
 _SEEDED: Final = (
@@ -31,7 +32,13 @@ class EagerLowering:
 
         Those are drawn from seeds that only Inductor's generated code honours: outside of it the backward would draw
         others than the forward.
+
+        With `numerics="batch-invariant"`, not what computes other values for a row beside other rows.
         """
+        if _invariant(context):
+            refused = refusal(node, context.device.type, self.name)
+            if refused is not None:
+                return refused
         if not op_name(node).startswith(_SEEDED):
             return None
         return Reason(
@@ -46,7 +53,14 @@ class EagerLowering:
     def lower(self, module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> Executable:
         """Generate the straight-line code, and make the outputs' strides what the neighbours were built for."""
         layouts, operators = prepare(module)
+        if _invariant(context):
+            put_forms(module)
         return eager_executable(boxed(module), layouts, operators)
+
+
+def _invariant(context: LoweringContext) -> bool:
+    """Whether the rows of a part are to be independent of each other; gradients of weights are sums of all rows."""
+    return context.policy.numerics == "batch-invariant" and context.part != "backward"
 
 
 def prepare(module: GraphModule) -> tuple[list[Layout | None], list[str]]:

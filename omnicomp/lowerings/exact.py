@@ -18,7 +18,7 @@ from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.exact_operators import EXACT_OPERATORS
 from omnicomp.timeline import Reason
 
-_MOVING: Final = frozenset(
+MOVING: Final = frozenset(
     f"aten.{name}"
     for name in (
         "_unsafe_view cat clone constant_pad_nd embedding flip full full_like gather index index_select "
@@ -38,7 +38,7 @@ def inexact(node: Node, by: str) -> Reason | None:
     values = [fake_value(node), *map(fake_value, node.all_input_nodes)]
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
     dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors}
-    exact = name in _MOVING or (_rounds_alike(tensors) if name == "aten._to_copy" else False)
+    exact = name in MOVING or (_rounds_alike(tensors) if name == "aten._to_copy" else False)
     # Masks are the results of comparisons, and come beside other operands.
     compared = dtypes - {"bool"} or dtypes
     differing = () if exact else tuple(sorted(compared.difference(EXACT_OPERATORS.get(key, ()))))

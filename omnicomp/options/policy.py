@@ -48,6 +48,8 @@ _EXACT: Final[dict[str, bool]] = {
     "use_joint_graph_passes": False,
 }
 """Inductor's keys for eager's rounding and random numbers, and without rewrites that change values."""
+_USUAL: Final = {"eager": LOWERINGS[1:], "batch-invariant": LOWERINGS[2:]}
+"""The default orders of the option `numerics`."""
 _CHOOSE: Final = ("tuned", "measure")
 _CUDAGRAPHS: Final = ("triton.cudagraphs", "triton.cudagraph_trees", "cudagraph_policy")
 """Inductor's keys for CUDA graphs."""
@@ -107,10 +109,12 @@ class Policy:
     )
     numerics: str = option(
         "inductor",
-        choice("inductor", "eager"),
+        choice("inductor", "eager", "batch-invariant"),
         '`"eager"`: outputs, gradients and random numbers are eager\'s in every bit. Inductor gets the operators of '
         "which its code was seen to give eager's bits, all else runs on eager's kernels, and the first two calls of "
-        "each graph are compared with eager. See [numerics.md](numerics.md)",
+        'each graph are compared with eager. `"batch-invariant"`: for inference on the CPU, a row has the same bits '
+        "alone and in a batch; all runs on eager's kernels, and an operator without such a form is an error. See "
+        "[numerics.md](numerics.md)",
     )
     lowerings: tuple[str, ...] = option(
         LOWERINGS,
@@ -415,12 +419,15 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
     choice(*PATHS)(PATHS_VARIABLE, os.environ.get(PATHS_VARIABLE) or "absolute")
     asked = own.get("lowerings", LOWERINGS)
     own["choose"] = asked if isinstance(asked, str) else "off"
-    exact = own.get("numerics") == "eager"
-    usual = LOWERINGS[1:] if exact else LOWERINGS  # overrides compute other values
+    numerics = own.get("numerics", "inductor")
+    usual = _USUAL.get(numerics, LOWERINGS)  # overrides compute other values
     named = "lowerings" in own and not isinstance(asked, str)
     own["lowerings"], own["rules"] = _placement(asked if named else usual, usual)
-    if exact:
-        _check_exact(own)
+    if numerics != "inductor":
+        _check_numerics(own)
+    if numerics == "batch-invariant":
+        own.setdefault("on_error", "raise")  # eager would be no answer
+    if numerics == "eager":
         own.setdefault("verify", "first")
         passed_on = {**{key: value for key, value in _EXACT.items() if key in inductor.config_keys()}, **passed_on}
     try:
@@ -433,8 +440,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
     return Policy(mode=mode, inductor=patches, **own)
 
 
-def _check_exact(own: Mapping[str, Any]) -> None:
-    """Refuse beside `numerics="eager"` what computes other values by design."""
+def _check_numerics(own: Mapping[str, Any]) -> None:
+    """Refuse beside the option `numerics` what computes other values by design."""
     dtypes, engines = own.get("dtype_policy", PRESETS["keep"]), set(own["lowerings"]) - {*LOWERINGS, "device"}
     refused = {
         "dtype_policy": dtypes.rewrites,
@@ -442,9 +449,14 @@ def _check_exact(own: Mapping[str, Any]) -> None:
         f"the engine {', '.join(sorted(engines))}": bool(engines),
         "background": bool(own.get("background")),
     }
+    if own["numerics"] == "batch-invariant":
+        refused["the option lowerings"] = own["lowerings"] != ("eager",) or bool(own["rules"])
+        refused[f"on_error={own['on_error']!r}" if "on_error" in own else ""] = own.get("on_error", "raise") != "raise"
     for what, found in refused.items():
         if found:
-            raise OptionError(f"numerics='eager' gives eager's values, and {what} others; leave one of them out")
+            raise OptionError(
+                f"numerics={own['numerics']!r} fixes the values, and {what} gives others; leave one of them out"
+            )
 
 
 def _placement(value: Any, usual: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Rule, ...]]:

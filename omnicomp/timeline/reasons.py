@@ -15,6 +15,8 @@ CODES: Final[dict[str, str]] = {
     "engine_missing": "the library of an engine is not installed, or too old",
     "cluster_refused": "an engine takes the operators, but not the subgraph that they make",
     "not_exact": "the lowering's code is not known to give eager's bits, which the option `numerics` asks for",
+    "not_batch_invariant": "the operator may compute other values for a row beside other rows, which the option "
+    "`numerics` forbids",
     "unsafe_in_eager": "the operator would give other values outside the compiled graph",
     # capture
     "graph_break": "Dynamo ended the graph before the function was over: the rest is a graph of its own",
