@@ -51,7 +51,7 @@ _EACH: Final = _names(
 _ATTENTION: Final = "aten._scaled_dot_product_flash_attention_for_cpu"
 _OPERANDS: Final = {"aten.bmm": 2, "aten.baddbmm": 3, _ATTENTION: 3}
 """How many of the operands have that dimension, if not the first alone."""
-_SCANS: Final = _names("_log_softmax _softmax cumprod cumsum")
+_SCANS: Final = _names("_log_softmax _safe_softmax _softmax cumprod cumsum")
 _REDUCTIONS: Final = _names("linalg_vector_norm logsumexp mean prod std std_mean sum var var_mean")
 
 
@@ -216,14 +216,14 @@ def _scan(operator: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Tens
     if not x.dim():
         return operator(x, dim, *args, **kwargs)
     moved = x.movedim(dim, -1)
-    rows = moved.reshape(-1, moved.shape[-1])
+    rows = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
     found = _in_blocks(lambda rows: operator(rows, 1, *args, **kwargs), _ROWS, rows)
     return found.view(moved.shape).movedim(-1, dim)
 
 
 def _layer_norm(operator: Any, x: Tensor, shape: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
     lead = x.shape[: x.dim() - len(shape)]
-    rows = x.reshape(-1, *shape)
+    rows = x.reshape(math.prod(lead), *shape)
     found = _in_blocks(lambda rows: operator(rows, shape, *args), _ROWS, rows)
     return tuple(value.reshape(*lead, *value.shape[1:]) for value in found)
 

@@ -160,6 +160,13 @@ def test_a_compiled_model_gives_a_row_alone_the_bits_that_it_has_in_a_batch() ->
     assert {row.lowering for row in omnicomp.audit().subgraphs} == {"eager"}
 
 
+def test_a_batch_may_be_empty() -> None:
+    module = traced(lambda x: (x.softmax(-1), x.sum(-1), x.sigmoid(), F.layer_norm(x, (5,))), torch.randn(4, 5))
+    put_forms(module)
+    module.recompile()
+    assert [value.shape for value in module(torch.randn(0, 5))] == [(0, 5), (0,), (0, 5), (0, 5)]
+
+
 @pytest.mark.parametrize("function", [lambda x: F.dropout(x), lambda x: torch.linalg.inv(x)])
 def test_what_has_no_such_form_is_an_error(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(BackendCompilerFailed, match="batch-invariant"):
