@@ -2,11 +2,12 @@
 
     python bench/bench_numerics.py [--models llama vit] [--modes inference] [--options JSON] [--rounds N] [--json FILE]
 
-The models are those of `bench_regions.py` that are installed, shrunk, with random weights; `LAYERS=1` in the environment makes them smaller. Each is run in evaluation
-without gradients and in a training step with its dropout, three times with other inputs and seeds, beside eager with
-the same; the third call is one that omnicomp does not compare itself. `operators` counts them by their lowering, and
-`eager` says that the comparison found a difference, so that a graph or a piece of it ran eager. With `--modes rows`,
-parts of a batch are compared with the whole of it under `numerics="batch-invariant"`, and by eager's own kernels.
+The models are those of `bench_regions.py` that are installed, shrunk, with random weights; `LAYERS=1` in the
+environment makes them smaller. Each is run in evaluation without gradients and in a training step with its dropout,
+three times with other inputs and seeds, beside eager with the same; the third call is one that omnicomp does not
+compare itself. `operators` counts them by their lowering, and `eager` says that the comparison found a difference, so
+that a graph or a piece of it ran eager. With `--modes rows`, parts of a batch are compared with the whole of it under
+`numerics="batch-invariant"`, and by eager's own kernels.
 """
 
 import argparse
