@@ -1,5 +1,8 @@
 """Linear layers of few rows on CUDA: those that share an input become one kernel, which reads each weight where it is.
 
+A product with a transposed weight is a layer, too. One whose weight is stored the other way round stays: the kernels
+read rows.
+
 A product of few rows takes as long as reading the weight. cuBLAS takes 5 µs however small the weight is, and reads a
 large one at 60 to 90 % of the memory's speed. On an H200, in bfloat16, the kernel for one row was faster for all 14
 weights that were measured (512 x 2048 to 32000 x 4096; 0.4 to 0.96 of cuBLAS' time), and the one for up to 16 rows
@@ -35,6 +38,10 @@ _LAYERS: Final = 3  # of a launch
 _MIN_FEATURES: Final = 256
 # Elements of the weights of a launch for several rows: 20.6 µs for 2^25, where cuBLAS took 21.8, and 7 % more beyond.
 _MANY_WEIGHTS: Final = 1 << 25
+_LINEAR: Final = frozenset(("torch.nn.functional.linear",))
+_PRODUCTS: Final = frozenset("operator.matmul torch.matmul torch.mm Tensor.matmul Tensor.mm".split())
+_SUMS: Final = frozenset(("torch.addmm", "Tensor.addmm"))
+_TRANSPOSES: Final = frozenset("t T mT transpose swapaxes swapdims permute".split())
 # Options with which Inductor has other kernels for products, which it fuses with what is around them.
 _TUNED: Final = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "freezing")
 
@@ -99,51 +106,93 @@ class FewRows(Pass):
             self.enabled
             and not context.training
             and measured(context.device)
-            and any(map(_is_linear, module.graph.nodes))
+            and any(_layer(node) is not None for node in module.graph.nodes)
         )
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Replace the layers, those that share an input together."""
         changed, scopes = changed_storages(module), Scopes(module)
-        groups: dict[Any, list[Node]] = {}
+        groups: dict[Any, list[_Layer]] = {}
         for node in module.graph.nodes:
-            if _is_linear(node) and _fits(node, changed) and node not in scopes.entered:
-                biased = len(node.args) > 2 and node.args[2] is not None
-                groups.setdefault((node.args[0], biased, scopes.number[node]), []).append(node)
+            layer = _layer(node)
+            if layer is not None and _fits(layer, changed) and node not in scopes.entered:
+                groups.setdefault((layer.x, layer.bias is not None, scopes.number[node]), []).append(layer)
         done = False
         place = {node: index for index, node in enumerate(module.graph.nodes)}
-        for (x, biased, _), layers in groups.items():
-            early = [node for node in layers if all(place[each] <= place[layers[0]] for each in node.all_input_nodes)]
+        for layers in groups.values():
+            first = place[layers[0].node]
+            early = [layer for layer in layers if all(place[each] <= first for each in layer.given)]
             for at in range(0, len(early), _LAYERS):
-                done |= self._replace(x, early[at : at + _LAYERS], biased, context)
+                done |= self._replace(early[at : at + _LAYERS], context)
         return PassResult(module, done)
 
-    def _replace(self, x: Node, layers: Sequence[Node], biased: bool, context: PassContext) -> bool:
-        weights: list[Any] = [node.args[1] for node in layers]
-        biases: list[Any] = [node.args[2] for node in layers] if biased else []
+    def _replace(self, layers: Sequence["_Layer"], context: PassContext) -> bool:
+        x, weights = layers[0].x, [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
         rows = fake_value(x).numel() // fake_value(x).shape[-1]
         elements = sum(fake_value(weight).numel() for weight in weights)
         if rows > 1 and (len(layers) == 1 or elements > _MANY_WEIGHTS):
             return False
-        made = insert_call(layers[0], LINEARS, (x, weights, biases))
+        made = insert_call(layers[0].node, LINEARS, (x, weights, biases))
         detail = f"{rows} row{'s' * (rows > 1)}, {len(layers)} layer{'s' * (len(layers) > 1)}"
-        for at, node in enumerate(layers):
+        for at, layer in enumerate(layers):
+            node = layer.node
             context.rewrite(self.name, "linear", node, target=str(LINEARS.name()), detail=detail)
-            node.target, node.args = operator.getitem, (made, at)
+            node.op, node.target, node.args = "call_function", operator.getitem, (made, at)
         return True
 
 
-def _is_linear(node: Node) -> bool:
-    return node.op == "call_function" and op_name(node) == "torch.nn.functional.linear" and not node.kwargs
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A linear layer, however it is spelt: `x`, a weight of one row for each output, and a bias."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+
+    @property
+    def given(self) -> list[Node]:
+        return [self.x, self.weight, *([] if self.bias is None else [self.bias])]
 
 
-def _fits(node: Node, changed: set[int]) -> bool:
+def _layer(node: Node) -> _Layer | None:
+    """A node as a linear layer: `linear`, or a product with a weight that is transposed, to which a bias is added."""
+    name = op_name(node)
+    if node.kwargs or name not in _LINEAR | _PRODUCTS | _SUMS:
+        return None
+    given: list[Any] = [*([] if name in _SUMS else [None]), *node.args]
+    bias, *factors = given
+    if name in _LINEAR and len(factors) == 3:
+        bias = factors.pop()
+    if len(factors) != 2 or not all(isinstance(value, Node) for value in factors) or not isinstance(bias, Node | None):
+        return None
+    x, weight = factors
+    if name not in _LINEAR and (weight := _transposed(weight)) is None:
+        return None
+    return _Layer(node, x, weight, bias)
+
+
+def _transposed(node: Any) -> Node | None:
+    """The dense matrix that a node is the transpose of."""
+    viewed = node.op == "call_method" or op_name(node) == "builtins.getattr" or op_name(node).startswith("torch.")
+    given: Any = node.args[0] if node.args and viewed else None
+    name = node.args[1] if op_name(node) == "builtins.getattr" else op_name(node).rpartition(".")[2]
+    if name not in _TRANSPOSES or not isinstance(given, Node):
+        return None
+    whole, view = fake_value(given), fake_value(node)
+    if not all(isinstance(value, Tensor) and value.dim() == 2 for value in (whole, view)):
+        return None
+    # Both sizes above 1, so that strides tell a transpose from the matrix itself.
+    if not all(type(size) is int and size > 1 for size in whole.shape) or not whole.is_contiguous():
+        return None
+    return given if (view.shape, view.stride()) == (whole.shape[::-1], whole.stride()[::-1]) else None
+
+
+def _fits(layer: _Layer, changed: set[int]) -> bool:
     """Whether the kernels take a layer, and nothing that it reads is written to in the graph."""
-    given = [value for value in node.args if value is not None]
-    if not all(isinstance(value, Node) for value in given):
-        return False
-    fakes = [fake_value(value) for value in given]
-    made = fake_value(node)
+    given = layer.given
+    fakes, made = [fake_value(value) for value in given], fake_value(layer.node)
     tensors = [leaf for leaf in tree_leaves([*fakes, made]) if isinstance(leaf, Tensor)]
     if len(tensors) != len(given) + 1 or made.requires_grad or made.dtype not in _HALF:
         return False
@@ -153,7 +202,8 @@ def _fits(node: Node, changed: set[int]) -> bool:
         and weight.dim() == 2
         and weight.shape[1] >= _MIN_FEATURES
         and 1 <= x.numel() // x.shape[-1] <= _MAX_ROWS
-        and not any(storages(value) & changed for value in node.all_input_nodes)
+        and (layer.bias is None or fakes[2].shape == weight.shape[:1])
+        and not any(storages(value) & changed for value in given)
     )
 
 

@@ -111,6 +111,53 @@ def test_layers_under_autocast_stay():
     assert not [rewrite for rewrite in graph.rewrites if rewrite.name == "few_rows"]
 
 
+SPELLINGS = {
+    "@": lambda x, w, b: x @ w.t(),
+    "matmul": lambda x, w, b: torch.matmul(x, w.T),
+    "mm": lambda x, w, b: torch.mm(x, w.transpose(0, 1)),
+    "method": lambda x, w, b: x.mm(w.mT),
+    "permuted": lambda x, w, b: x.matmul(w.permute(1, 0)),
+    "vector": lambda x, w, b: x[0] @ w.t(),
+    "addmm": lambda x, w, b: torch.addmm(b, x, w.t()),
+}
+OTHERS = {
+    "scaled": lambda x, w, b: torch.addmm(b, x, w.t(), beta=2),
+    "as stored": lambda x, w, b: x @ w,
+    "permuted back": lambda x, w, b: x @ w.permute(0, 1),
+    "a bias of rows": lambda x, w, b: torch.addmm(b[None], x, w.t()),
+    "transposed twice": lambda x, w, b: torch.mm(x, w.t().contiguous()),
+}
+
+
+class Spelt(torch.nn.Module):
+    def __init__(self, spelling):
+        super().__init__()
+        self.spelling = spelling
+        self.weight, self.bias = (torch.nn.Parameter(numbers(*shape)) for shape in ((WIDTH, WIDTH), (WIDTH,)))
+
+    def forward(self, x):
+        return self.spelling(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_products_with_a_transposed_weight_are_layers(spelling):
+    assert [each.detail for each in rewrites(Spelt(spelling), numbers(1, WIDTH))] == ["1 row, 1 layer"]
+
+
+@pytest.mark.parametrize("spelling", OTHERS.values(), ids=OTHERS)
+def test_other_products_stay(spelling):
+    assert not rewrites(Spelt(spelling), numbers(1, WIDTH))
+
+
+def test_products_and_layers_of_one_input_are_one_call():
+    class Both(Projections):
+        def forward(self, x):
+            first, second, third = self.layers
+            return first(x), x @ second.weight.t(), torch.mm(x, third.weight.T)
+
+    assert [each.detail for each in rewrites(Both(), numbers(8, WIDTH))] == ["8 rows, 3 layers"] * 3
+
+
 def test_training_keeps_its_layers():
     module = Projections()
     compiled = torch.compile(module, backend="omni", options={"lowerings": ["eager"]})
@@ -129,9 +176,11 @@ def test_weights_that_change_are_followed():
         torch.testing.assert_close(compiled(x), module(x))
 
 
-def test_the_rewrite_has_a_certificate():
-    found = rewrites(Projections(), numbers(1, WIDTH), certify="always")
-    assert {each.verdict for each in found} <= {"proved", "proved for sizes"}
+@pytest.mark.parametrize("module", [Projections(), Spelt(SPELLINGS["addmm"])], ids=["linear", "addmm"])
+def test_the_rewrite_has_a_certificate(module):
+    found = rewrites(module, numbers(1, WIDTH), certify="always")
+    assert found
+    assert {each.verdict for each in found} <= {"proved", "proved_for_sizes"}
 
 
 def test_the_operator_is_described_as_it_computes():
