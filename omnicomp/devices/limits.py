@@ -16,7 +16,7 @@ from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.devices.cpu import processor
 
 # Bytes of a copy, and the size and dtype of the matrices of a product.
-_WORK: Final = {"cuda": (2**30, 8192, torch.bfloat16), "cpu": (2**28, 1024, torch.float32)}
+_WORK: Final = {"cuda": (2**30, 8192, torch.bfloat16), "cpu": (2**27, 1024, torch.float32)}
 _CALLS: Final = 5
 _ROUNDS: Final = 5
 
@@ -51,7 +51,7 @@ STORE: Final = JsonStore[Limits]("limits", dataclasses.asdict, _load)
 
 
 def limits(type: str) -> Limits:
-    """The limits of the CPU, or of the current CUDA device, measured now if they are not kept; takes some 0.1 s.
+    """The limits of the CPU, or of the current CUDA device, measured unless kept (0.1 s; seconds on a CPU).
 
     Raises:
         RuntimeError: the device has no room for 2 GiB, or no bfloat16.
