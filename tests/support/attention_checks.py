@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import attention_spellings
+import processes
 import torch
 from attention_modules import Built, build
 from attention_programs import DTYPES, Program
@@ -24,9 +25,22 @@ from attention_sampling import random_program, sample
 from torch import Tensor, nn
 
 import omnicomp
+from omnicomp.backend import pipeline
 from omnicomp.timeline import Retreat
 
-__all__ = ["Built", "Mismatch", "Outcome", "Program", "Tally", "Unsuited", "build", "check", "random_program", "sample"]
+__all__ = [
+    "Built",
+    "Mismatch",
+    "Outcome",
+    "Program",
+    "Tally",
+    "Unsuited",
+    "build",
+    "check",
+    "prepare",
+    "random_program",
+    "sample",
+]
 
 OPTIONS: Final[Mapping[str, Any]] = {"lowerings": ["eager"], "summary": False}
 """Without generated code: what is checked is the rewriting of the graph, and a compiler would take most of the time."""
@@ -299,11 +313,18 @@ def _attempt(place: tuple[int, int]) -> tuple[Program, Outcome | None, str]:
         return program, None, f"{type(error).__name__}: {error}"
 
 
-def _run(examples: int, seed: int, jobs: int, start: int) -> Tally:
+def prepare(direct: bool) -> None:
+    """Make a worker ready; with `direct` the rewritten graph is run as it is, which takes a third of the time."""
+    processes.import_torch()
+    if direct:
+        pipeline.compile_parts = lambda module, inputs, graph: module.forward
+
+
+def _run(examples: int, seed: int, jobs: int, start: int, direct: bool) -> Tally:
     tally, began = Tally(), time.perf_counter()
     places = [(seed, index) for index in range(start, start + examples)]
     # Workers are replaced now and then, because compiled code is not freed as long as a process lives.
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=20) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, prepare, (direct,), 20) as pool:
         results: Iterable[tuple[Program, Outcome | None, str]] = pool.imap(_attempt, places, chunksize=25)
         for number, (program, outcome, message) in enumerate(results, 1):
             if outcome is not None:
@@ -325,12 +346,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of programs")
     parser.add_argument("--start", type=int, default=0, help="index in the sequence to start at")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--direct", action="store_true", help="without AOTAutograd behind the passes")
     parser.add_argument("--program", help="check this one only, written as its repr")
     arguments = parser.parse_args()
     if arguments.program:
         print(check(eval(arguments.program, {"Program": Program})))
         return 0
-    tally = _run(arguments.examples, arguments.seed, arguments.jobs, arguments.start)
+    tally = _run(arguments.examples, arguments.seed, arguments.jobs, arguments.start, arguments.direct)
     print(tally.report())
     return 1 if tally.failures else 0
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from attention_checks import prepare
 from torch import Tensor, nn
 
 import omnicomp
@@ -361,6 +362,7 @@ def _main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--direct", action="store_true", help="without AOTAutograd behind the passes")
     parser.add_argument("--program", help="one program, as a failure prints it")
     arguments = parser.parse_args()
     if arguments.program:
@@ -368,7 +370,7 @@ def _main() -> int:
         return 0
     start, failures = time.monotonic(), 0
     tasks = [(arguments.seed, index) for index in range(arguments.start, arguments.start + arguments.examples)]
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=200) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs, prepare, (arguments.direct,), 200) as pool:
         for text in pool.imap_unordered(_checked, tasks):
             if text:
                 failures += 1
