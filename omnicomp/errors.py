@@ -11,31 +11,6 @@ from collections.abc import Callable, Iterable
 from omnicomp.safety.escapes import printable
 from omnicomp.safety.privacy import cleaner, logger
 
-__all__ = [
-    "AcknowledgeError",
-    "CompilerFaultError",
-    "DeviceError",
-    "EngineError",
-    "FallbackError",
-    "GradientError",
-    "LegaliseError",
-    "LoweringError",
-    "OmnicompError",
-    "Once",
-    "OptionError",
-    "OverrideError",
-    "PassError",
-    "RanksError",
-    "ReportError",
-    "SaveError",
-    "TimelineError",
-    "add_note",
-    "first_line",
-    "harmless",
-    "nearest",
-    "wrong_value",
-]
-
 log = logger("omnicomp")
 _READ = 2**16
 

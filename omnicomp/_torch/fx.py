@@ -12,7 +12,8 @@ import torch
 import torch.fx.traceback
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
+from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,22 +21,6 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
-
-__all__ = [
-    "Effects",
-    "all_nodes",
-    "boxed",
-    "called_with_fakes",
-    "copy_module",
-    "describe",
-    "effects",
-    "fake_value",
-    "forget_tensors",
-    "submodules",
-    "traced_again",
-    "traced_call",
-    "unset_fake_temporarily",
-]
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

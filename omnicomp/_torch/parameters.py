@@ -20,30 +20,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from omnicomp._torch.dynamo.registrations import settle_dynamo
 from omnicomp._torch.inductor.own_context import is_symbolic
-
-__all__ = [
-    "StorageWeakRef",
-    "count_foreach",
-    "describes_parameter",
-    "is_observed",
-    "is_private",
-    "make_static",
-    "observe",
-    "owners",
-    "owns_alone",
-    "picker",
-    "static_dynamo_input",
-    "stop_observing",
-    "stream_of",
-    "weak_storage",
-]
 
 _stops: Final[list[Callable[[], None]]] = []
 

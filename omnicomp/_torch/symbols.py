@@ -7,18 +7,9 @@ from typing import Any, cast
 import sympy
 import torch
 from torch._guards import detect_fake_mode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols, free_unbacked_symbols
-
-__all__ = [
-    "GuardOnDataDependentSymNode",
-    "environment_text",
-    "expression",
-    "free_symbols",
-    "free_unbacked_symbols",
-    "known_range",
-    "read_number",
-    "unbound",
-]
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 
 
 def expression(value: Any) -> Any:

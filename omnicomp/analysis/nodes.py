@@ -11,20 +11,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten
 
-from omnicomp._torch.fx import all_nodes, fake_value, submodules
-
-__all__ = [
-    "all_nodes",
-    "call_count",
-    "fake_value",
-    "function_name",
-    "insert_call",
-    "module_path",
-    "op_name",
-    "plain_path",
-    "source_line",
-    "submodules",
-]
+from omnicomp._torch.fx import all_nodes as all_nodes
+from omnicomp._torch.fx import fake_value as fake_value
+from omnicomp._torch.fx import submodules as submodules
 
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 

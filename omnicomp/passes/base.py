@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.passes.infra.pass_base import PassResult
+from torch.fx.passes.infra.pass_base import PassResult as PassResult
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.dynamo.late_compile import hinted, is_fake
@@ -37,8 +37,6 @@ from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
-
-__all__ = ["Applied", "Pass", "PassContext", "PassResult", "digest", "run_pipeline"]
 
 
 @dataclasses.dataclass(kw_only=True)

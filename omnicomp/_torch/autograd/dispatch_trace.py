@@ -7,12 +7,10 @@ from unittest import mock
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnicomp._torch.autograd.attention import quiet
-
-__all__ = ["HigherOrderOperator", "Listener", "functional_counterpart", "listening", "storage_key"]
 
 _Out = Any
 Listener = Callable[[Any, Sequence[Any], Mapping[str, Any], _Out], None]

@@ -9,25 +9,9 @@ from typing import Any, Final
 import torch
 from torch import _dynamo
 from torch._library import custom_ops, simple_registry
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.fx import Node
-
-__all__ = [
-    "HigherOrderOperator",
-    "OpOverload",
-    "body_of",
-    "breaks_inside_modules",
-    "functions_of",
-    "has_backward",
-    "is_python",
-    "mutated_arguments",
-    "operator_of",
-    "put_fake",
-    "put_kernel",
-    "python_function",
-    "source_name",
-    "tell_inspect",
-]
 
 # Under these keys a derivative is registered; a composite operator is differentiated through its body.
 _AUTOGRAD_KEYS: Final = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import MULTIPLE, Match, PatternMatcherPass, fwd_only, register_replacement
+from torch._inductor.pattern_matcher import MULTIPLE, PatternMatcherPass, fwd_only, register_replacement
+from torch._inductor.pattern_matcher import Match as Match
 from torch.fx import Graph, Node
-
-__all__ = ["Match", "Pattern", "build_pattern"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

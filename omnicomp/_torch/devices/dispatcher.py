@@ -12,23 +12,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-__all__ = [
-    "HigherOrderOperator",
-    "Kernel",
-    "OpOverload",
-    "Standing",
-    "census",
-    "draws_random_numbers",
-    "hearing",
-    "is_required",
-    "kernel_of",
-    "key_of",
-    "qualified_name",
-    "unheard",
-]
 
 Kernel = Literal["native", "composite", "fallback", "missing"]
 Heard = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]

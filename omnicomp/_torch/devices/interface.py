@@ -5,8 +5,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._dynamo.device_interface import DeviceInterface as DeviceInterface
 from torch._dynamo.device_interface import (
-    DeviceInterface,
     caching_worker_current_devices,
     caching_worker_device_properties,
     device_interfaces,
@@ -14,8 +14,6 @@ from torch._dynamo.device_interface import (
     register_interface_for_device,
 )
 from torch._inductor.runtime.hints import DeviceProperties
-
-__all__ = ["DeviceInterface", "inductor_properties", "interface", "make", "register"]
 
 _REQUIRED = ("current_device", "device_count", "is_available", "set_device", "synchronize")
 _OPTIONAL = ("current_stream", "set_stream", "stream", "memory_allocated", "is_bf16_supported")

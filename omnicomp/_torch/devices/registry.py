@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 import torch._inductor.config
+from torch._inductor.codegen.common import DeviceOpOverrides as DeviceOpOverrides
 from torch._inductor.codegen.common import (
-    DeviceOpOverrides,
     device_codegens,
     device_op_overrides_dict,
     get_custom_backend_pass_for_device,
@@ -19,41 +19,16 @@ from torch._inductor.codegen.common import (
     register_backend_for_device,
     register_device_op_overrides,
 )
-from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
-from torch._inductor.codegen.simd import SIMDScheduling
-from torch._inductor.codegen.triton import TritonScheduling
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
+from torch._inductor.codegen.cpp import CppScheduling as CppScheduling
+from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu as CppWrapperGpu
+from torch._inductor.codegen.simd import SIMDScheduling as SIMDScheduling
+from torch._inductor.codegen.triton import TritonScheduling as TritonScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen as PythonWrapperCodegen
+from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen as WrapperFxCodegen
 from torch._inductor.compile_fx import _InProcessFxCompile
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
-from torch._inductor.scheduler import BaseScheduling
+from torch._inductor.scheduler import BaseScheduling as BaseScheduling
 from torch.utils._pytree import tree_leaves
-
-__all__ = [
-    "BaseScheduling",
-    "CppScheduling",
-    "CppWrapperGpu",
-    "DeviceOpOverrides",
-    "DevicePass",
-    "PythonWrapperCodegen",
-    "SIMDScheduling",
-    "TritonScheduling",
-    "WrapperFxCodegen",
-    "custom_pass",
-    "generates_triton",
-    "inductor_settings",
-    "made_by",
-    "members",
-    "op_overrides",
-    "op_overrides_class",
-    "register_codegen",
-    "register_op_overrides",
-    "scheduling",
-    "set_config",
-    "takes_function",
-    "wrapper",
-]
 
 
 class DevicePass(CustomGraphModulePass):

@@ -10,7 +10,7 @@ import torch
 import torch._guards
 import torch.fx._symbolic_trace
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
-from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import (
     RestartAnalysis,
@@ -22,23 +22,6 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, get_metrics_context
 from torch.autograd import forward_ad
-
-__all__ = [
-    "CONTROL_FLOW",
-    "GRAPH_BREAKS",
-    "another_thread_compiles",
-    "compile_id",
-    "compile_lock",
-    "disable",
-    "end_of",
-    "leave_transforms_on_error",
-    "seconds_of_tracing",
-    "tell_threads_apart",
-    "undisabled",
-    "unseen_by_hooks",
-    "user_error",
-]
-
 
 CONTROL_FLOW: Final = (RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, Unsupported)
 """Exceptions with which torch steers a compilation; catching one as a failure would break it."""

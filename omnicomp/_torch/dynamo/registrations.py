@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from torch._dynamo import list_backends
-from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.backends.registry import lookup_backend as lookup_backend
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -17,15 +17,6 @@ from torch._inductor.codegen.common import (
 )
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
-
-__all__ = [
-    "backend_names",
-    "cpp_compiler",
-    "default_backend",
-    "inductor_registrations",
-    "lookup_backend",
-    "settle_dynamo",
-]
 
 
 def inductor_registrations(device: str) -> dict[str, str]:

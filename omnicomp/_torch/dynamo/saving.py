@@ -18,24 +18,14 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 from torch._dynamo import bytecode_transformation
-from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
-from torch._dynamo.precompile_context import BackendCacheArtifact, PrecompileContext
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+from torch._dynamo.aot_compile_types import SerializableCallable as SerializableCallable
+from torch._dynamo.precompile_context import BackendCacheArtifact as BackendCacheArtifact
+from torch._dynamo.precompile_context import PrecompileContext
 from torch.fx import GraphModule
 
-from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled
-
-__all__ = [
-    "BackendCacheArtifact",
-    "SerializableCallable",
-    "Wish",
-    "bundle",
-    "bundled",
-    "fresh_names",
-    "is_bundled",
-    "record",
-    "unbundle",
-    "wanted",
-]
+from omnicomp._torch.inductor.cache_entry import StitchedGraph
+from omnicomp._torch.inductor.cache_entry import is_bundled as is_bundled
 
 # AOTAutograd compiles the backward with the forward, and hands out what its cache would keep; what can't be kept is
 # said when it is saved.

@@ -21,55 +21,19 @@ from torch._guards import detect_fake_mode
 from torch._inductor import list_mode_options
 from torch._inductor.codecache import get_path
 from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.exc import InductorError, InvalidCxxCompiler, LoweringException
-from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.compile_fx import compile_fx as compile_fx
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.exc import InductorError as InductorError
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.exc import LoweringException as LoweringException
+from torch._inductor.output_code import CompiledFxGraph as CompiledFxGraph
+from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
 from torch._inductor.utils import BoxedBool
 
 from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
 from omnicomp._torch.inductor.recordable import VISIBLE_KEY, Recordable, recordables, unrecorded, visible_outputs
 from omnicomp._torch.repairs.while_lowered import inductor_repaired
-
-__all__ = [
-    "CompiledFxGraph",
-    "InductorError",
-    "Kept",
-    "LoweringException",
-    "artefact_key",
-    "artefact_path",
-    "autograd_cache",
-    "cache_dir",
-    "cache_tag",
-    "call_first",
-    "compile_fx",
-    "compile_part",
-    "config_keys",
-    "config_patches",
-    "cudagraphs_box",
-    "cudagraphs_configured",
-    "direct",
-    "disable_cudagraphs",
-    "external_kernels",
-    "failing_node",
-    "fallback_random",
-    "freezing",
-    "freezing_requested",
-    "generated_python",
-    "has_inductor",
-    "is_missing_tool",
-    "live_inputs",
-    "modes",
-    "no_cudagraphs",
-    "observer_paused",
-    "on_artefact_loaded",
-    "overwritten_inputs",
-    "part_name",
-    "records_cudagraphs",
-    "reset_cudagraphs",
-    "subgraph_context",
-]
 
 _ARTEFACT_KEY: Final = "omnicomp"
 _FALLBACK_KEY: Final = "omnicomp_fallback"

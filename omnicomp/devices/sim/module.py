@@ -3,6 +3,9 @@
 Importing it builds the driver if need be; `omnicomp.devices.sim.enable` makes it `torch.sim`.
 """
 
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 import dataclasses
 from typing import Any
 
@@ -41,60 +44,6 @@ from omnicomp.devices.sim.random import (
     set_rng_state_all,
 )
 from omnicomp.devices.sim.streams import Event, Stream, current_stream, default_stream, set_stream, stream
-
-__all__ = [
-    "DeviceProperties",
-    "Event",
-    "Stream",
-    "clear_faults",
-    "counters",
-    "current_device",
-    "current_stream",
-    "default_generators",
-    "default_stream",
-    "device",
-    "device_count",
-    "device_of",
-    "empty_cache",
-    "exchange_device",
-    "fallbacks",
-    "get_amp_supported_dtype",
-    "get_device_capability",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "get_rng_state_all",
-    "init",
-    "initial_seed",
-    "inject_fault",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "kernel",
-    "launch",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "maybe_exchange_device",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "reset_counters",
-    "reset_fallbacks",
-    "reset_peak_memory_stats",
-    "seed",
-    "seed_all",
-    "set_device",
-    "set_dtypes",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
-]
-
 
 _initialized = True
 """Asked by `torch.utils.checkpoint`, which otherwise leaves the device's random state out."""

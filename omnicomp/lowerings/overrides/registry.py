@@ -21,24 +21,12 @@ from omnicomp._torch.autograd import overrides as torch_overrides
 from omnicomp._torch.autograd.overrides import OpOverload
 from omnicomp._torch.inductor.own_context import apart
 from omnicomp.errors import OptionError, OverrideError, nearest
-from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function, Override
+from omnicomp.lowerings.overrides.declaration import FORWARD_ONLY, Check, Function
+from omnicomp.lowerings.overrides.declaration import Override as Override
 from omnicomp.lowerings.overrides.trust import distrusted
 from omnicomp.options.checks import listed
 from omnicomp.safety.forks import new_lock
 from omnicomp.safety.privacy import logger
-
-__all__ = [
-    "GROUP",
-    "Override",
-    "broken",
-    "check_overrides",
-    "digest",
-    "enabled",
-    "override",
-    "registered",
-    "select",
-    "unregister",
-]
 
 log = logger("omnicomp.overrides")
 

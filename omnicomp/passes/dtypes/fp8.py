@@ -19,9 +19,8 @@ from omnicomp.passes.dtypes.operators import kind
 from omnicomp.passes.dtypes.resolve import NAME
 from omnicomp.passes.dtypes.rewrite import Compute
 from omnicomp.timeline import Reason
-from omnicomp.weights.cast_copies import FLOAT8, scaled
-
-__all__ = ["FLOAT8", "Scaled", "in_fp8", "read_scaled"]
+from omnicomp.weights.cast_copies import FLOAT8 as FLOAT8
+from omnicomp.weights.cast_copies import scaled
 
 _MULTIPLE: Final = 16  # of both sizes of the weight, for the kernels
 _aten: Final = torch.ops.aten
