@@ -70,7 +70,7 @@ def try_forward(
         if found.state == "wrong":
             results = _like(truth(*args, **kwargs), results)
         return dataclasses.replace(found, detail=detail, results=results)
-    changed = _changed(item, args, kwargs)
+    changed = [name for name in item.mutates if isinstance(_named(item, name, args, kwargs), Tensor)]
     try:
         own = _copies(changed, args, kwargs)
         wide = _copies(None, args, kwargs, precision)
@@ -219,10 +219,6 @@ def _whole(item: Override, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 def _same(left: Any, right: Any) -> bool:
     return isinstance(left, Tensor) and left.shape == right.shape and left.dtype == right.dtype
-
-
-def _changed(item: Override, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    return [name for name in item.mutates if isinstance(_named(item, name, args, kwargs), Tensor)]
 
 
 def _named(item: Override, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -183,7 +183,7 @@ def _reads_values(user: Node, node: Node) -> bool:
         # Sizes and strides. `item` has such a result as well, but its operator says that it depends on data.
         return torch.Tag.data_dependent_output in getattr(user.target, "tags", ())
     written = tuple(positions_written(user))
-    return any(node in _nodes_in(value) for position, value in _arguments(user) if position not in written)
+    return any(node in tree_leaves(value) for position, value in _arguments(user) if position not in written)
 
 
 def _replace_reads(user: Node, node: Node, copy: Node) -> None:
@@ -200,10 +200,6 @@ def _replace_reads(user: Node, node: Node, copy: Node) -> None:
 def _arguments(node: Node) -> Iterable[tuple[Any, Any]]:
     yield from enumerate(node.args)
     yield from node.kwargs.items()
-
-
-def _nodes_in(value: Any) -> set[Node]:
-    return {leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)}
 
 
 def _copy_of(graph: Graph, node: Node, value: torch.Tensor) -> Node:

@@ -80,7 +80,7 @@ def facts_of(node: Node) -> Facts:
             return Facts()
     mode = detect_fake_mode([*operands, *results])
     if mode is None:
-        return Facts(is_pure=not has_tensors(value))
+        return Facts(is_pure=not any(isinstance(each, torch.Tensor) for each in tree_leaves(value)))
     environment = mode.shape_env
     with contextlib.ExitStack() as quiet:
         if environment is not None:
@@ -88,7 +88,7 @@ def facts_of(node: Node) -> Facts:
             quiet.enter_context(environment.ignore_fresh_unbacked_symbols())
         quiet.enter_context(mode)
         quiet.enter_context(torch.no_grad())
-        args, kwargs = map_arg((node.args, node.kwargs), _like_operand)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: tree_map(like, _operand(operand)))
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         versions = [each._version for each in tensors]
         seen = quiet.enter_context(_Recorded())
@@ -101,11 +101,6 @@ def facts_of(node: Node) -> Facts:
         is_called=any(map(is_called_operator, seen.operators)),
         is_convolution=any("convolution" in str(each) for each in seen.operators),
     )
-
-
-def has_tensors(value: Any) -> bool:
-    """Whether there is a tensor in a value."""
-    return any(isinstance(each, torch.Tensor) for each in tree_leaves(value))
 
 
 def number_call(call: Node, number: int) -> None:
@@ -167,10 +162,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
         return False
     return value.layout == torch.strided and not value.is_nested and not value.is_quantized
-
-
-def _like_operand(node: Node) -> Any:
-    return tree_map(like, _operand(node))
 
 
 def _operand(node: Node) -> Any:

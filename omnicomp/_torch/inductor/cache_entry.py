@@ -95,10 +95,6 @@ class StitchedGraph(CompiledFxGraph):
         """
         remote = FxGraphCache.get_remote_cache() if should_use_remote_fx_graph_cache() else None
         for index, (key, guards) in self.references.items():
-
-            def same_guards(found: str, _: Any, wanted: str | None = guards) -> bool:
-                return found == wanted
-
             graph, _ = FxGraphCache.load_with_key(
                 key,
                 [],
@@ -107,7 +103,7 @@ class StitchedGraph(CompiledFxGraph):
                 remote_cache=remote,
                 is_backward=False,
                 constants=constants,
-                evaluate_guards=same_guards,
+                evaluate_guards=lambda found, _, wanted=guards: found == wanted,
             )
             if graph is None:
                 raise FileNotFoundError(f"Inductor's cache does not hold subgraph {index} any more: {key}")

@@ -270,7 +270,7 @@ def _passes(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
     def missed(item: NearMiss) -> Hashable:
         return (item.name, item.kind, item.module, item.reason.code)
 
-    had, has = (_applied(graph) for graph in (one, other))
+    had, has = ({run.name: run.rewrites for run in graph.passes if run.applied} for graph in (one, other))
     for name in dict.fromkeys((*had, *has)):
         old, new = had.get(name), has.get(name)
         if (old is None) != (new is None):
@@ -318,11 +318,6 @@ def _passes(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:
                 places=tuple(filter(None, (miss.module or miss.source,))),
                 reasons=(miss.reason,) if kind == "near_miss" else (),
             )
-
-
-def _applied(graph: GraphAudit) -> dict[str, int]:
-    """How many places each pass that ran rewrote."""
-    return {run.name: run.rewrites for run in graph.passes if run.applied}
 
 
 def _options(one: GraphAudit, other: GraphAudit) -> Iterator[Change]:

@@ -179,16 +179,12 @@ def parts_of(gm: GraphModule) -> list[str]:
     paths = [module_path(node) for node in gm.graph.nodes if node.op.startswith("call_")]
     longest = max((path.count(".") + 1 for path in paths if path), default=0)
     for depth in range(1, longest + 1):
-        heads = Counter(_head(path, depth) for path in paths if path)
+        heads = Counter(".".join(path.split(".")[:depth]) for path in paths if path)
         alike = Counter(_NUMBER.sub("*", head) for head in heads.elements())
         found = heads if len(heads) <= _MOST + 2 else alike
         if len(found) > 1:
             return [head for head, _ in found.most_common(_MOST)]
     return []
-
-
-def _head(path: str, depth: int) -> str:
-    return ".".join(path.split(".")[:depth])
 
 
 # Calls before anything is timed: the first builds, attests and verifies, and the second is the first as it will be.

@@ -38,16 +38,12 @@ def problems(spec: DeviceSpec) -> tuple[str, ...]:
     """Everything that keeps a device from being registered; empty if nothing does. Registers nothing."""
     return (
         *_name_problems(spec),
-        *(module_problems(spec.name, _declared_module(spec))),
+        *(module_problems(spec.name, spec.module if spec.module is not None else getattr(torch, spec.name, None))),
         *_class_problems(spec),
         *_member_problems(spec),
         *(spec.launch.problems() if spec.launch is not None else ()),
         *_setting_problems(spec),
     )
-
-
-def _declared_module(spec: DeviceSpec) -> Any:
-    return spec.module if spec.module is not None else getattr(torch, spec.name, None)
 
 
 def _name_problems(spec: DeviceSpec) -> list[str]:

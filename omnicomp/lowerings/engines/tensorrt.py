@@ -54,7 +54,7 @@ class TensorRtEngine(Engine):
         """Its version, the device, for which alone a plan is good, and how float32 is multiplied."""
         from omnicomp._torch.devices.precision import tf32_settings
 
-        parts = [importlib.metadata.version("tensorrt"), _device_name(), *map(str, tf32_settings())]
+        parts = [importlib.metadata.version("tensorrt"), torch.cuda.get_device_name(), *map(str, tf32_settings())]
         return " ".join(parts)
 
     def compile(self, subgraph: Subgraph) -> EngineExecutable:
@@ -73,7 +73,7 @@ class TensorRtEngine(Engine):
         made = onnx_model(subgraph)
         model, inputs, outputs = _with_weights(made.data, weights)
         plan = _built(model, subgraph.options.workspace_bytes)
-        distinct = dict(zip(_given(made.results), values, strict=True))
+        distinct = dict(zip([index for index in made.results if index is not None], values, strict=True))
         head = {
             "results": list(made.results),
             "inputs": inputs,
@@ -215,10 +215,6 @@ def _with_weights(data: bytes, weights: Mapping[str, torch.Tensor]) -> tuple[byt
     return model.SerializeToString(), inputs, [value.name for value in model.graph.output]
 
 
-def _given(results: Sequence[int | None]) -> list[int]:
-    return [index for index in results if index is not None]
-
-
 def _library() -> Any:
     return importlib.import_module("tensorrt")
 
@@ -234,10 +230,6 @@ def _logger() -> Any:
 
 def _has_device() -> bool:
     return torch.cuda.is_available()
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name()
 
 
 def _current_stream(inputs: Sequence[torch.Tensor]) -> Any:

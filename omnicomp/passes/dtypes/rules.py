@@ -1,7 +1,6 @@
 """Which dtype the policy gives an operator, and by which rule: a node's own, then keep, ops, modules, and compute."""
 
 import dataclasses
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,7 +57,7 @@ def _by_rules(node: Node, policy: DtypePolicy, operator: tuple[str, ...]) -> tup
     """Whether some selector matches, and what it says."""
 
     def is_operator(selector: str) -> bool:
-        return _matches(operator, selector)
+        return any(fnmatchcase(name, selector) for name in operator)
 
     own = [selector for selector in policy.keep if selector == node.name and not is_operator(selector)]
     if own:
@@ -88,10 +87,6 @@ def names(node: Node) -> tuple[str, ...]:
     full, bare = op_name(node), kind(node)
     overload = full.rpartition(".")[0] if full.startswith("aten.") else ""
     return tuple(filter(None, (full, bare, f"aten.{bare}", overload)))
-
-
-def _matches(known: Iterable[str], selector: str) -> bool:
-    return any(fnmatchcase(name, selector) for name in known)
 
 
 def floating_dtypes(node: Node) -> set[torch.dtype]:

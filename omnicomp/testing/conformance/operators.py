@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from omnicomp._torch import opinfo
 from omnicomp.errors import first_line
@@ -92,17 +92,17 @@ def check_operator(session: Session, name: str, *, samples: int = _SAMPLES) -> d
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for wrong in _differences(session, entry, dtype, counts, samples):
-            return {"verdict": "failed", "found": wrong, "todo": _todo(session, name)}
+            return {
+                "verdict": "failed",
+                "found": wrong,
+                "todo": f"compare torch's kernel for the CPU with the one that {session.type} has for {name}",
+            }
     if dtype is not torch.float32:
         counts.notes[f"in {str(dtype).removeprefix('torch.')}"] = None
     if not counts.values:
         why = next(iter(counts.notes), "it has no samples")
         return {"verdict": "skipped", "found": why, "todo": ""}
     return {"verdict": "passed", "found": counts.text() + session.declared, "todo": ""}
-
-
-def _todo(session: Session, name: str) -> str:
-    return f"compare torch's kernel for the CPU with the one that {session.type} has for {name}"
 
 
 def _differences(session: Session, entry: Any, dtype: torch.dtype, counts: _Counts, samples: int) -> Iterator[str]:
@@ -121,15 +121,11 @@ def _differences(session: Session, entry: Any, dtype: torch.dtype, counts: _Coun
                 function, arguments, named = case.values
                 if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in tree_leaves(named)):
                     continue
-                grown = {**named, "out": tree_map(_emptied, named["out"])}
+                grown = {**named, "out": tree_map_only(torch.Tensor, lambda value: value.new_empty(0), named["out"])}
                 case = dataclasses.replace(case, values=(function, arguments, grown))
             wrong = _compare(session, entry, case, form, counts)
             if wrong:
                 yield f"sample {number}{'' if form == 'function' else f' ({form})'}: {wrong}"
-
-
-def _emptied(value: Any) -> Any:
-    return value.new_empty(0) if isinstance(value, torch.Tensor) else value
 
 
 def _compare(session: Session, entry: Any, case: sweep.Case, form: str, counts: _Counts) -> str:

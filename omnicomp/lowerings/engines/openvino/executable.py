@@ -53,16 +53,12 @@ def exceeds(values: torch.Tensor) -> bool:
 
 def overflow(node: Node) -> str:
     """Why a node's integers may not be exact: one sentence; empty if they are, or if there are none."""
-    if not any(_is_wide(leaf) for leaf in tree_leaves(fake_value(node))):
+    if not any(isinstance(leaf, torch.Tensor) and leaf.dtype in INTEGERS for leaf in tree_leaves(fake_value(node))):
         return ""
     bound = _bound(node)
     if bound <= _MOST:
         return ""
     return "its integers may leave what float32 holds exactly, in which OpenVINO computes some of them"
-
-
-def _is_wide(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in INTEGERS
 
 
 def _bound(node: Node) -> float:

@@ -78,9 +78,5 @@ def _found(
         return call if bias is None else insert_call(output, torch.add, (call, bias))
 
     # The cast weight may be read elsewhere: it is then made for that.
-    own = tuple(dict.fromkeys(step for step in steps if step is not output and _is_ours(step, output, steps)))
+    own = tuple(dict.fromkeys(step for step in steps if step is not output and {output, *steps}.issuperset(step.users)))
     return Found(output=output, steps=own, arguments={"x": x, "weight": weight, "scale": scale}, write=write)
-
-
-def _is_ours(step: Node, output: Node, steps: tuple[Node, ...]) -> bool:
-    return all(user is output or user in steps for user in step.users)
