@@ -21,17 +21,11 @@ _PREFIX: Final = "omnicomp"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The processes of the default process group.
+    """The processes of the default process group."""
 
-    Attributes:
-        rank: of this process.
-        size: how many there are.
-        limit: seconds that torch waits for a rank.
-    """
-
-    rank: int
-    size: int
-    limit: float
+    rank: int  # of this process
+    size: int  # how many there are
+    limit: float  # seconds that torch waits for a rank
     _store: Any
 
     def put(self, key: str, text: str) -> None:

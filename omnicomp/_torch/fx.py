@@ -99,16 +99,11 @@ def _run_on_fakes(module: GraphModule, inputs: Sequence[Any], *, gradients: bool
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effects:
-    """What a graph does when it is called.
+    """What a graph does when it is called."""
 
-    Attributes:
-        outputs: the values that it returns, fake tensors among them.
-        written: indices of the inputs that it writes to.
-        shared: of each tensor among inputs and outputs, the index of the first one that is in the same memory.
-    """
-
-    outputs: list[Any]
-    written: tuple[int, ...]
+    outputs: list[Any]  # the values that it returns, fake tensors among them
+    written: tuple[int, ...]  # indices of the inputs that it writes to
+    # Of each tensor among inputs and outputs, the index of the first one that is in the same memory.
     shared: tuple[int, ...]
 
 

@@ -11,15 +11,10 @@ from omnicomp._torch.symbols import free_unbacked_symbols
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a consumer may rely on: strides that are numbers, or the order of the dimensions of dense memory.
+    """What a consumer may rely on: strides that are numbers, or the order of the dimensions of dense memory."""
 
-    Attributes:
-        strides: the strides, or None where they are symbolic.
-        order: the dimensions from the outermost to the innermost, where the strides are symbolic.
-    """
-
-    strides: tuple[int, ...] | None = None
-    order: tuple[int, ...] = ()
+    strides: tuple[int, ...] | None = None  # the strides, or None where they are symbolic
+    order: tuple[int, ...] = ()  # the dimensions from the outermost to the innermost, where the strides are symbolic
 
 
 def layout_of(value: Any) -> Layout | None:

@@ -23,15 +23,10 @@ _PERIODS: Final = 12  # distances that are looked at, the most frequent ones
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """A run of nodes and where it occurs.
+    """A run of nodes and where it occurs."""
 
-    Attributes:
-        starts: positions of the first node of each occurrence, ascending; at least two.
-        length: nodes of one.
-    """
-
-    starts: tuple[int, ...]
-    length: int
+    starts: tuple[int, ...]  # positions of the first node of each occurrence, ascending; at least two
+    length: int  # nodes of one
 
     @property
     def saved(self) -> int:
@@ -41,23 +36,14 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What may be in a run, and where it may begin and end.
+    """What may be in a run, and where it may begin and end."""
 
-    Attributes:
-        refused: whether a node may not be in a run.
-        stops_fusion: whether a node is code of its own, which nothing is fused across.
-        is_view: whether the result of a node is in the memory of its first argument.
-        smallest: operators that a run has at least.
-        worth: operators that all but one of its occurrences have at least, together.
-        text: the same for operators that may be in the same place of two occurrences.
-    """
-
-    refused: Callable[[Node], bool]
-    stops_fusion: Callable[[Node], bool]
-    is_view: Callable[[Node], bool]
-    smallest: int
-    worth: int = 0
-    text: Callable[[Node], str] = node_text
+    refused: Callable[[Node], bool]  # whether a node may not be in a run
+    stops_fusion: Callable[[Node], bool]  # whether a node is code of its own, which nothing is fused across
+    is_view: Callable[[Node], bool]  # whether the result of a node is in the memory of its first argument
+    smallest: int  # operators that a run has at least
+    worth: int = 0  # operators that all but one of its occurrences have at least, together
+    text: Callable[[Node], str] = node_text  # the same for operators that may be in the same place of two occurrences
 
 
 def find_repeats(nodes: Sequence[Node], rules: Rules) -> list[Repeat]:

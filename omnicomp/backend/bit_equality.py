@@ -64,15 +64,10 @@ def compared(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """What one run left.
+    """What one run left."""
 
-    Attributes:
-        names: what each value is, for people.
-        values: results, what was written to, gradients, and states of generators.
-    """
-
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
+    names: tuple[str, ...]  # what each value is, for people
+    values: tuple[Any, ...]  # results, what was written to, gradients, and states of generators
 
 
 class _Comparison:

@@ -11,15 +11,10 @@ from omnicomp.timeline import Outcome, current
 
 @dataclasses.dataclass
 class Ending:
-    """The end of a compilation that is under way.
+    """The end of a compilation that is under way."""
 
-    Attributes:
-        graph: its id; nothing is recorded while it is empty.
-        state: of the event `Outcome`, if nothing is raised.
-    """
-
-    graph: str = ""
-    state: str = "built"
+    graph: str = ""  # its id; nothing is recorded while it is empty
+    state: str = "built"  # of the event `Outcome`, if nothing is raised
 
     def record(self, state: str, error: str = "") -> None:
         """Record it."""

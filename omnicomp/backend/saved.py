@@ -87,23 +87,14 @@ def _maker(call: Any) -> Callable[[], State] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedCapture:
-    """A captured graph as it is pickled.
+    """A captured graph as it is pickled."""
 
-    Attributes:
-        capture: its event, in JSON types.
-        record: what artefacts are restored with.
-        policy: the options, without functions of the user's.
-        passed: the options that the user passed.
-        device: its type.
-        training: whether gradients are computed.
-    """
-
-    capture: dict[str, Any]
-    record: GraphRecord
-    policy: Policy
-    passed: frozenset[str]
-    device: str
-    training: bool
+    capture: dict[str, Any]  # its event, in JSON types
+    record: GraphRecord  # what artefacts are restored with
+    policy: Policy  # the options, without functions of the user's
+    passed: frozenset[str]  # the options that the user passed
+    device: str  # its type
+    training: bool  # whether gradients are computed
 
     @classmethod
     def of(cls, graph: CapturedGraph) -> "SavedCapture":
@@ -143,19 +134,12 @@ class SavedCapture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled(State):
-    """What AOTAutograd returned, with the code of all parts.
+    """What AOTAutograd returned, with the code of all parts."""
 
-    Attributes:
-        graph: what it belongs to.
-        events: what the passes did, in JSON types.
-        bundle: its parts.
-        traced_under: makes the repairs that were in force while it was compiled, as some are of what AOTAutograd puts
-            around the parts.
-    """
-
-    graph: SavedCapture
-    events: tuple[dict[str, Any], ...]
-    bundle: bytes
+    graph: SavedCapture  # what it belongs to
+    events: tuple[dict[str, Any], ...]  # what the passes did, in JSON types
+    bundle: bytes  # its parts
+    # Makes the repairs that were in force while it was compiled, as some are of what AOTAutograd puts around the parts.
     traced_under: tuple[Callable[[], AbstractContextManager[None]], ...]
 
     @classmethod
@@ -278,17 +262,12 @@ def hand_over(call: Callable[..., Any], wish: saving.Wish | None, graph: str = "
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-    """What is saved of a graph.
+    """What is saved of a graph."""
 
-    Attributes:
-        versions: of omnicomp with its sources, and of torch.
-        overrides: the overrides that it calls, by name, each with the module that declares it.
-        state: the pickled state.
-    """
-
-    versions: tuple[str, str, str]
+    versions: tuple[str, str, str]  # of omnicomp with its sources, and of torch
+    # The overrides that it calls, by name, each with the module that declares it.
     overrides: tuple[tuple[str, str], ...]
-    state: bytes
+    state: bytes  # the pickled state
 
     @classmethod
     def of(cls, data: bytes) -> "_Content":

@@ -115,24 +115,16 @@ def _case(verdicts: Sequence[bool | MaskClass | None]) -> Case | None:
 
 @dataclasses.dataclass(kw_only=True)
 class Variant:
-    """One variant.
+    """One variant."""
 
-    Attributes:
-        name: `assumed`, `assumed2` and so on, or `general`.
-        graph: id of its events in the timeline.
-        build: compiles it; the argument is whether Dynamo's own compilation of it is over.
-        call: the compiled function, or None.
-        calls: how many had it.
-        noted: something is recorded in its call of this number.
-        run: the compiled function for where Dynamo traces nothing anyway; None before the first call.
-    """
-
-    name: str
-    graph: str
+    name: str  # `assumed`, `assumed2` and so on, or `general`
+    graph: str  # id of its events in the timeline
+    # Compiles it; the argument is whether Dynamo's own compilation of it is over.
     build: Callable[[bool], Callable[..., Any]] | None
-    call: Callable[..., Any] | None = None
-    calls: int = 0
-    noted: int = 1
+    call: Callable[..., Any] | None = None  # the compiled function, or None
+    calls: int = 0  # how many had it
+    noted: int = 1  # something is recorded in its call of this number
+    # The compiled function for where Dynamo traces nothing anyway; None before the first call.
     run: Callable[..., Any] | None = None
 
 
@@ -454,21 +446,13 @@ def _sentences(assumptions: Sequence[Assumption], case: Case | None, names: Sequ
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedVariants(State):
-    """What variants are restored from.
+    """What variants are restored from."""
 
-    Attributes:
-        assumptions: what they are chosen by.
-        placeholders: the names of the graph's inputs.
-        assumed: the variants by case.
-        general: the one for all.
-        on_cuda: whether an input is on a CUDA device.
-    """
-
-    assumptions: tuple[Assumption, ...]
-    placeholders: tuple[str, ...]
-    assumed: tuple[tuple[Case, State], ...]
-    general: State
-    on_cuda: bool
+    assumptions: tuple[Assumption, ...]  # what they are chosen by
+    placeholders: tuple[str, ...]  # the names of the graph's inputs
+    assumed: tuple[tuple[Case, State], ...]  # the variants by case
+    general: State  # the one for all
+    on_cuda: bool  # whether an input is on a CUDA device
 
     def restore(self, id: str) -> Callable[..., Any]:
         """The choice among them."""

@@ -29,17 +29,12 @@ _NAME: Final = "omnicomp_repeated_"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyRegions:
-    """What is called in a Dynamo graph.
+    """What is called in a Dynamo graph."""
 
-    Attributes:
-        module: the rewritten graph, a copy.
-        titles: what the audit calls each body, by its name.
-        places: for each call of each body, where the operators of the first occurrence are in that one: by module path
-            and by stack trace.
-    """
-
-    module: GraphModule
-    titles: Mapping[str, str]
+    module: GraphModule  # the rewritten graph, a copy
+    titles: Mapping[str, str]  # what the audit calls each body, by its name
+    # For each call of each body, where the operators of the first occurrence are in that one: by module path and by
+    # stack trace.
     places: Mapping[str, Sequence[Mapping[str, Mapping[str, Any]]]]
 
     def inlined(self, part: GraphModule) -> "InlinedPart | None":
@@ -62,19 +57,12 @@ class EarlyRegions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InlinedPart:
-    """A part with the bodies in the places of their calls.
+    """A part with the bodies in the places of their calls."""
 
-    Attributes:
-        module: that part.
-        calling: the part with the calls.
-        shared: what is called.
-        content: the nodes of the former, when it was made.
-    """
-
-    module: GraphModule
-    calling: GraphModule
-    shared: Shared
-    content: frozenset[tuple[str, str]]
+    module: GraphModule  # that part
+    calling: GraphModule  # the part with the calls
+    shared: Shared  # what is called
+    content: frozenset[tuple[str, str]]  # the nodes of the former, when it was made
 
     def calls_for(self, module: GraphModule) -> GraphModule | None:
         """The part with the calls, if a graph is still the inlined one: overrides may have been put in, for example."""

@@ -101,25 +101,15 @@ def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The changes that let a run of nodes build.
+    """The changes that let a run of nodes build."""
 
-    Attributes:
-        cut: nodes that must leave Inductor, by name, with the reason.
-        boundaries: nodes before which the run must be cut.
-        smallest: the shortest run of nodes that was seen to fail; empty if the machine is to blame.
-        error: what that failed with.
-        exact: whether no smaller change would do; not if the builds were spent before it was found.
-        untuned: why all of it is built again without autotuning; None if it is not.
-        script: path of a script that shows it, once one is written.
-    """
-
-    cut: dict[str, Reason]
-    boundaries: frozenset[str] = frozenset()
-    smallest: tuple[Node, ...] = ()
-    error: Exception
-    exact: bool = True
-    untuned: Reason | None = None
-    script: str = ""
+    cut: dict[str, Reason]  # nodes that must leave Inductor, by name, with the reason
+    boundaries: frozenset[str] = frozenset()  # nodes before which the run must be cut
+    smallest: tuple[Node, ...] = ()  # the shortest run of nodes that was seen to fail; empty if the machine is to blame
+    error: Exception  # what that failed with
+    exact: bool = True  # whether no smaller change would do; not if the builds were spent before it was found
+    untuned: Reason | None = None  # why all of it is built again without autotuning; None if it is not
+    script: str = ""  # path of a script that shows it, once one is written
 
     @property
     def lasting(self) -> bool:

@@ -29,33 +29,21 @@ _PROCESS: Final = uuid.uuid4().hex
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The known failures of one graph.
+    """The known failures of one graph."""
 
-    Attributes:
-        key: of the graph, Inductor, and everything of ours that changes it.
-        graph: its first user function and part, for people.
-        writer: the process that found it.
-        time: seconds since the epoch.
-        compilers: the compilers that it was found with; others may do better.
-        builds: how many builds were spent if they did not suffice to find the smallest change; None if they did.
-        cut: nodes that leave Inductor, by name.
-        boundaries: nodes before which it is cut.
-        values: whether the built code computed wrong results; otherwise it could not be built.
-        untuned: why it is built without autotuning; None if it is not.
-        scripts: paths of the scripts that show it.
-    """
-
-    key: str
-    graph: str = ""
-    writer: str = ""
-    time: float = 0.0
-    compilers: str = ""
+    key: str  # of the graph, Inductor, and everything of ours that changes it
+    graph: str = ""  # its first user function and part, for people
+    writer: str = ""  # the process that found it
+    time: float = 0.0  # seconds since the epoch
+    compilers: str = ""  # the compilers that it was found with; others may do better
+    # How many builds were spent if they did not suffice to find the smallest change; None if they did.
     builds: int | None = None
+    # Nodes that leave Inductor, by name.
     cut: Mapping[str, Reason] = dataclasses.field(default_factory=dict[str, Reason])
-    boundaries: frozenset[str] = frozenset()
-    values: bool = False
-    untuned: Reason | None = None
-    scripts: tuple[str, ...] = ()
+    boundaries: frozenset[str] = frozenset()  # nodes before which it is cut
+    values: bool = False  # whether the built code computed wrong results; otherwise it could not be built
+    untuned: Reason | None = None  # why it is built without autotuning; None if it is not
+    scripts: tuple[str, ...] = ()  # paths of the scripts that show it
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as JSON can hold it."""

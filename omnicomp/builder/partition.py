@@ -18,17 +18,11 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One subgraph.
+    """One subgraph."""
 
-    Attributes:
-        module: its graph; it returns a tuple.
-        inputs: the nodes of the part that it reads, in the order of its placeholders.
-        outputs: the nodes of the part that are read outside of it, in the order of its results.
-    """
-
-    module: GraphModule
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
+    module: GraphModule  # its graph; it returns a tuple
+    inputs: tuple[Node, ...]  # the nodes of the part that it reads, in the order of its placeholders
+    outputs: tuple[Node, ...]  # the nodes of the part that are read outside of it, in the order of its results
 
     @property
     def fake_inputs(self) -> list[Any]:
@@ -113,15 +107,10 @@ def _attribute(module: GraphModule, target: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stitching:
-    """The straight-line code that calls the pieces of a part in order, before it is known what to call.
+    """The straight-line code that calls the pieces of a part in order, before it is known what to call."""
 
-    Attributes:
-        source: text of a function `call` of the list of the part's inputs.
-        constants: what it refers to beside the pieces, by name.
-    """
-
-    source: str
-    constants: dict[str, Any]
+    source: str  # text of a function `call` of the list of the part's inputs
+    constants: dict[str, Any]  # what it refers to beside the pieces, by name
 
     def bind(self, calls: Sequence[Call], later: Sequence[Callable[[], Call]] | None = None) -> Call:
         """The function, with what to call for each piece.

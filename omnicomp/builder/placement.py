@@ -39,17 +39,11 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The placement of a part.
+    """The placement of a part."""
 
-    Attributes:
-        runs: the nodes in program order, cut where the lowering changes.
-        counts: number of operators by lowering; an override inside an Inductor run counts as `override`.
-        declined: nodes that an earlier lowering refused for a reason of its own.
-    """
-
-    runs: tuple[Run, ...]
-    counts: dict[str, int]
-    declined: tuple[NodePlacement, ...]
+    runs: tuple[Run, ...]  # the nodes in program order, cut where the lowering changes
+    counts: dict[str, int]  # number of operators by lowering; an override inside an Inductor run counts as `override`
+    declined: tuple[NodePlacement, ...]  # nodes that an earlier lowering refused for a reason of its own
 
     @property
     def whole(self) -> bool:

@@ -35,15 +35,11 @@ PAYS: Final = 120
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What of a graph is built once.
+    """What of a graph is built once."""
 
-    Attributes:
-        calls: how often a region is called, by the module path of its first call and the number of its operators.
-        left_whole: why nothing is; None also where the graph is too small to tell of.
-    """
-
+    # How often a region is called, by the module path of its first call and the number of its operators.
     calls: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    left_whole: Reason | None = None
+    left_whole: Reason | None = None  # why nothing is; None also where the graph is too small to tell of
 
 
 def share_regions(module: GraphModule, context: LoweringContext) -> Shared:

@@ -23,17 +23,11 @@ _ROUNDS: Final = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a device reaches.
+    """What a device reaches."""
 
-    Attributes:
-        bytes: a second that a copy within the device reads and writes, both counted.
-        flops: a second of a product of two square matrices.
-        dtype: of these matrices.
-    """
-
-    bytes: float
-    flops: float
-    dtype: str = "bfloat16"
+    bytes: float  # a second that a copy within the device reads and writes, both counted
+    flops: float  # a second of a product of two square matrices
+    dtype: str = "bfloat16"  # of these matrices
 
     def __str__(self) -> str:
         """One phrase for people."""

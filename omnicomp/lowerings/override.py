@@ -45,24 +45,16 @@ def reference_of(node: Node) -> Callable[..., Any] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCall:
-    """A call of an override in a graph, and its reference.
+    """A call of an override in a graph, and its reference."""
 
-    Attributes:
-        item: the override.
-        operator: the called operator.
-        truth: what it should compute, with the same arguments; None if that is not known.
-        text: what tells this use of the override from others: the operators and constants of a block.
-        differentiable: arguments whose gradients are the override's own, so that they have to be right as well; `*`
-            for those that it has gradients for.
-        subgraph: id of the subgraph, or of the call inside one.
-    """
-
-    item: Override
-    operator: Any
-    truth: Callable[..., Any] | None
-    text: str = ""
+    item: Override  # the override
+    operator: Any  # the called operator
+    truth: Callable[..., Any] | None  # what it should compute, with the same arguments; None if that is not known
+    text: str = ""  # what tells this use of the override from others: the operators and constants of a block
+    # Arguments whose gradients are the override's own, so that they have to be right as well; `*` for those that it has
+    # gradients for.
     differentiable: tuple[str, ...] = ()
-    subgraph: str = ""
+    subgraph: str = ""  # id of the subgraph, or of the call inside one
 
 
 def planned_call(node: Node, subgraph: str) -> PlannedCall | None:

@@ -43,16 +43,11 @@ _ROUNDINGS: Final = 8
 
 @dataclasses.dataclass(frozen=True)
 class DtypePass(Pass):
-    """Runs operators in the dtypes of a policy.
-
-    Attributes:
-        policy: which dtype each operator computes in.
-        bound: of the error of the outputs; None for none.
-    """
+    """Runs operators in the dtypes of a policy."""
 
     name: ClassVar[str] = NAME
-    policy: DtypePolicy = PRESETS["keep"]
-    bound: "Bound | None" = None
+    policy: DtypePolicy = PRESETS["keep"]  # which dtype each operator computes in
+    bound: "Bound | None" = None  # of the error of the outputs; None for none
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """Another rounding, which the option `dtype_error` may bound, and a smaller range in float16."""

@@ -81,15 +81,11 @@ LINEARS: Final = triton_ops.define(
 
 @dataclasses.dataclass(frozen=True)
 class FewRows(Pass):
-    """Computes linear layers of few rows in inference by kernels that read the weights at the memory's speed.
-
-    Attributes:
-        enabled: whether Inductor compiles the graph, and has no tuned kernels for products itself.
-    """
+    """Computes linear layers of few rows in inference by kernels that read the weights at the memory's speed."""
 
     name: ClassVar[str] = "few_rows"
     told: ClassVar[bool] = False
-    enabled: bool = True
+    enabled: bool = True  # whether Inductor compiles the graph, and has no tuned kernels for products itself
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """The kernels sum in another order, in float32."""

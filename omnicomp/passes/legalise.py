@@ -75,16 +75,11 @@ def in_transform(module: GraphModule) -> Node | None:
 
 @dataclasses.dataclass(frozen=True)
 class Legalise(Pass):
-    """Moves operators to dtypes that the device has.
-
-    Attributes:
-        mode: `warn` says what moved; `error` raises if a range could be lost; `off` moves nothing.
-        log: whether to log what moved.
-    """
+    """Moves operators to dtypes that the device has."""
 
     name: ClassVar[str] = "legalise"
-    mode: str = "warn"
-    log: bool = True
+    mode: str = "warn"  # `warn` says what moved; `error` raises if a range could be lost; `off` moves nothing
+    log: bool = True  # whether to log what moved
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """Another rounding, and the range of the dtype that the device has, also in what other operators read."""

@@ -43,13 +43,9 @@ _COPIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "example_
 
 @dataclasses.dataclass(frozen=True)
 class Repair(Pass):
-    """A pass that works around a fault of torch.
+    """A pass that works around a fault of torch."""
 
-    Attributes:
-        needed: the releases that have the fault.
-    """
-
-    needed: ClassVar[Needed]
+    needed: ClassVar[Needed]  # the releases that have the fault
     checked: ClassVar[bool] = False
     told: ClassVar[bool] = False
 

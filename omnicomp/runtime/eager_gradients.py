@@ -44,21 +44,13 @@ _HELD_BYTES: Final = 64 * 2**20
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Call:
-    """What is held of one forward.
+    """What is held of one forward."""
 
-    Attributes:
-        inputs: of the function; weak references to large ones.
-        watched: the inputs whose versions are known.
-        versions: theirs.
-        done: which results had a gradient in each backward that freed what was saved.
-        later: versions of all inputs behind the first of those, if others may follow.
-    """
-
-    inputs: tuple[Any, ...]
-    watched: tuple[int, ...]
-    versions: tuple[int, ...]
-    done: tuple[tuple[bool, ...], ...] = ()
-    later: tuple[int, ...] | None = None
+    inputs: tuple[Any, ...]  # of the function; weak references to large ones
+    watched: tuple[int, ...]  # the inputs whose versions are known
+    versions: tuple[int, ...]  # theirs
+    done: tuple[tuple[bool, ...], ...] = ()  # which results had a gradient in each backward that freed what was saved
+    later: tuple[int, ...] | None = None  # versions of all inputs behind the first of those, if others may follow
 
 
 class EagerGradients:

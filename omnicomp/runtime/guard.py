@@ -149,34 +149,22 @@ def _effect(node: Node) -> str:
 
 @dataclasses.dataclass(eq=False)
 class Guard:
-    """A boxed callable that steps down to another one when a call raises.
+    """A boxed callable that steps down to another one when a call raises."""
 
-    Attributes:
-        call: the current callable.
-        inputs: names of the inputs, as generated code calls them.
-        build: builds the next level; called at most once.
-        overwritten: which of them the code may write to after their last use.
-        obstacle: why a failed call can't be repeated, if it can't.
-        context: where the executable belongs.
-        subgraph: its id.
-        lowering: its lowering.
-        draws: devices whose generators are put back before a call is repeated; their states are read at each call.
-        operators: the program's own operators that it calls, which must not run twice.
-        keep_inputs: whether to hold the inputs during a call. Whoever calls a forward graph holds them anyway; a
-            backward frees values saved for it while it runs, and must go on doing so if they are large.
-    """
-
-    call: Boxed
-    inputs: Sequence[str]
-    build: Callable[[], Executable]
-    context: LoweringContext
-    subgraph: str
-    lowering: str
-    overwritten: frozenset[str] = frozenset()
-    obstacle: Reason | None = None
+    call: Boxed  # the current callable
+    inputs: Sequence[str]  # names of the inputs, as generated code calls them
+    build: Callable[[], Executable]  # builds the next level; called at most once
+    context: LoweringContext  # where the executable belongs
+    subgraph: str  # its id
+    lowering: str  # its lowering
+    overwritten: frozenset[str] = frozenset()  # inputs that the code may write to after their last use
+    obstacle: Reason | None = None  # why a failed call can't be repeated, if it can't
+    # Whether to hold the inputs during a call. Whoever calls a forward graph holds them anyway; a backward frees values
+    # saved for it while it runs, and must go on doing so if they are large.
     keep_inputs: bool = True
+    # Devices whose generators are put back before a call is repeated; their states are read at each call.
     draws: tuple[torch.device, ...] = ()
-    operators: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()  # the program's own operators that it calls, which must not run twice
 
     def __post_init__(self) -> None:
         self._lock = new_lock()

@@ -25,21 +25,13 @@ _NUDGE: Final = 2.0  # roundings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        state: `right`, `wrong`, or `unknown` if the two could not be compared.
-        detail: the errors, or why they could not be compared.
-        needed: the error that would have been accepted, if it is wrong.
-        raised: whether it is wrong as it raised where the reference did not.
-        results: what the override returned, or what the reference did if the override is wrong.
-    """
-
-    state: str
-    detail: str
-    needed: str = ""
-    raised: bool = False
-    results: Any = None
+    state: str  # `right`, `wrong`, or `unknown` if the two could not be compared
+    detail: str  # the errors, or why they could not be compared
+    needed: str = ""  # the error that would have been accepted, if it is wrong
+    raised: bool = False  # whether it is wrong as it raised where the reference did not
+    results: Any = None  # what the override returned, or what the reference did if the override is wrong
 
 
 def devices_of(values: Any) -> list[torch.device]:

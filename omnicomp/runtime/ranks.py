@@ -63,25 +63,15 @@ Decision = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a rank says of a part.
+    """What a rank says of a part."""
 
-    Attributes:
-        program: equal where ranks captured the same code, with the same numbers and sizes in it.
-        place: the part and the line that its graph begins at, and why the graph ends before its function does.
-        collectives: in program order.
-        environment: versions and options.
-        masks: what was assumed of masks, which may differ with the data of a rank.
-        decisions: rewrites, placement and lowerings.
-        can_follow: whether the part can still go to eager.
-    """
-
-    program: str
-    collectives: tuple[str, ...]
-    place: str = ""
-    environment: tuple[Decision, ...] = ()
-    masks: str = ""
-    decisions: tuple[Decision, ...] = ()
-    can_follow: bool = False
+    program: str  # equal where ranks captured the same code, with the same numbers and sizes in it
+    collectives: tuple[str, ...]  # in program order
+    place: str = ""  # the part and the line that its graph begins at, and why the graph ends before its function does
+    environment: tuple[Decision, ...] = ()  # versions and options
+    masks: str = ""  # what was assumed of masks, which may differ with the data of a rank
+    decisions: tuple[Decision, ...] = ()  # rewrites, placement and lowerings
+    can_follow: bool = False  # whether the part can still go to eager
 
     @classmethod
     def from_text(cls, text: str) -> "Plan":
@@ -95,17 +85,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What holds for all ranks of a group.
+    """What holds for all ranks of a group."""
 
-    Attributes:
-        state: `same`, `eager`, `differs` or `missing`.
-        sentence: what differs, or who is missing.
-        ranks: that it is about.
-    """
-
-    state: str
-    sentence: str = ""
-    ranks: tuple[int, ...] = ()
+    state: str  # `same`, `eager`, `differs` or `missing`
+    sentence: str = ""  # what differs, or who is missing
+    ranks: tuple[int, ...] = ()  # that it is about
 
     @classmethod
     def from_text(cls, text: str) -> "Verdict":

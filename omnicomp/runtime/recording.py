@@ -83,17 +83,11 @@ class Recorder(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorders:
-    """Where recorders come from.
+    """Where recorders come from."""
 
-    Attributes:
-        of: the recorder of a device.
-        retire: lets go of one, with all that it recorded.
-        capturing: whether the program captures the current stream itself.
-    """
-
-    of: Callable[[int], Recorder]
-    retire: Callable[[Any], None]
-    capturing: Callable[[], bool]
+    of: Callable[[int], Recorder]  # the recorder of a device
+    retire: Callable[[Any], None]  # lets go of one, with all that it recorded
+    capturing: Callable[[], bool]  # whether the program captures the current stream itself
 
 
 def cuda_recorders() -> Recorders:

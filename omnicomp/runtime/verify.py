@@ -46,25 +46,16 @@ def in_precision(module: GraphModule, dtype: torch.dtype) -> GraphModule:
 
 @dataclasses.dataclass(eq=False)
 class Verifier:
-    """Compares the calls of one executable with eager.
+    """Compares the calls of one executable with eager."""
 
-    Attributes:
-        module: the subgraph before anything was rewritten in it; read, not changed.
-        inputs: fake tensors and symbolic sizes of it.
-        context: where it belongs.
-        subgraph: its id.
-        lowering: of the executable.
-        on_wrong: called once with the reason if the executable is wrong; returns what to record.
-        build: makes the eager executable; by default of `module`.
-    """
-
-    module: GraphModule
-    inputs: Sequence[Any]
-    context: LoweringContext
-    subgraph: str
-    lowering: str
+    module: GraphModule  # the subgraph before anything was rewritten in it; read, not changed
+    inputs: Sequence[Any]  # fake tensors and symbolic sizes of it
+    context: LoweringContext  # where it belongs
+    subgraph: str  # its id
+    lowering: str  # of the executable
+    # Called once with the reason if the executable is wrong; returns what to record.
     on_wrong: Callable[[Reason], Reason] = lambda reason: reason
-    build: Callable[[], Executable] | None = None
+    build: Callable[[], Executable] | None = None  # makes the eager executable; by default of `module`
 
     def __post_init__(self) -> None:
         self._lock = new_lock()

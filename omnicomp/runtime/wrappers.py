@@ -173,15 +173,10 @@ WRAPPERS: Final[tuple[Wrapper, ...]] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapped:
-    """A callable with all wrappers around it.
+    """A callable with all wrappers around it."""
 
-    Attributes:
-        first: the first call, which is observed.
-        later: returns the callable of all later calls, once the first has returned.
-    """
-
-    first: Boxed
-    later: Callable[[], Boxed]
+    first: Boxed  # the first call, which is observed
+    later: Callable[[], Boxed]  # returns the callable of all later calls, once the first has returned
 
 
 def wrap(

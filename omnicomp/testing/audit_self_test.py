@@ -31,19 +31,12 @@ _ID: Final = "g0.inference.0"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lie:
-    """An executable that does not do what it says, and one that does.
+    """An executable that does not do what it says, and one that does."""
 
-    Attributes:
-        says: what it claims, for people.
-        claim: its lowering.
-        does: what it runs.
-        honest: what would be true.
-    """
-
-    says: str
-    claim: str
-    does: Callable[[], Boxed]
-    honest: Callable[[], Boxed]
+    says: str  # what it claims, for people
+    claim: str  # its lowering
+    does: Callable[[], Boxed]  # what it runs
+    honest: Callable[[], Boxed]  # what would be true
 
 
 def _eager(operator: Any) -> Callable[[], Boxed]:

@@ -29,23 +29,14 @@ _START_SECONDS: Final = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a job.
+    """What became of a job."""
 
-    Attributes:
-        name: of the job.
-        result: what it returned, or None if it has no result.
-        raised: the traceback of what it raised; empty if nothing was.
-        crashed: how the process ended in it: `SIGSEGV`, `status 3`, `no answer in 300 s`; empty if it went on.
-        tail: the last lines that the process wrote, if it crashed.
-        seconds: wall time.
-    """
-
-    name: str
-    result: dict[str, Any] | None = None
-    raised: str = ""
-    crashed: str = ""
-    tail: str = ""
-    seconds: float = 0.0
+    name: str  # of the job
+    result: dict[str, Any] | None = None  # what it returned, or None if it has no result
+    raised: str = ""  # the traceback of what it raised; empty if nothing was
+    crashed: str = ""  # how the process ended in it: `SIGSEGV`, `status 3`, `no answer in 300 s`; empty if it went on
+    tail: str = ""  # the last lines that the process wrote, if it crashed
+    seconds: float = 0.0  # wall time
 
     @property
     def problem(self) -> str:

@@ -125,21 +125,13 @@ SIZES: Final[dict[str, Size]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model with inputs.
+    """A model with inputs."""
 
-    Attributes:
-        name: a key of `MODELS`.
-        model: the module, in evaluation mode, dropout 0.
-        inputs: keyword arguments of its forward.
-        sites: number of hand-written attention sites in one forward.
-        output: picks the tensor to compare from what the model returns.
-    """
-
-    name: str
-    model: nn.Module
-    inputs: dict[str, torch.Tensor]
-    sites: int
-    output: Callable[[Any], torch.Tensor]
+    name: str  # a key of `MODELS`
+    model: nn.Module  # the module, in evaluation mode, dropout 0
+    inputs: dict[str, torch.Tensor]  # keyword arguments of its forward
+    sites: int  # number of hand-written attention sites in one forward
+    output: Callable[[Any], torch.Tensor]  # picks the tensor to compare from what the model returns
 
     def to(self, device: str, dtype: torch.dtype) -> "Case":
         """The case on a device, with floating-point weights and inputs in a dtype."""

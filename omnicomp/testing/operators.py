@@ -31,21 +31,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a call left behind; tensors are detached, but `requires_grad` is noted.
+    """What a call left behind; tensors are detached, but `requires_grad` is noted."""
 
-    Attributes:
-        values: leaves of what it returned; how they hang together is Dynamo's to rebuild, not a backend's.
-        inputs: its tensor inputs after the call.
-        gradients: of the inputs that require grad; None where there is none.
-        requires_grad: of each value.
-        aliases: for each value, the numbers of the inputs and values before it whose memory it shares.
-    """
-
-    values: list[Any]
-    inputs: list[torch.Tensor]
-    gradients: list[Any]
-    requires_grad: list[bool]
-    aliases: list[list[int]]
+    values: list[Any]  # leaves of what it returned; how they hang together is Dynamo's to rebuild, not a backend's
+    inputs: list[torch.Tensor]  # its tensor inputs after the call
+    gradients: list[Any]  # of the inputs that require grad; None where there is none
+    requires_grad: list[bool]  # of each value
+    aliases: list[list[int]]  # for each value, the numbers of the inputs and values before it whose memory it shares
 
 
 class BackwardError(Exception):

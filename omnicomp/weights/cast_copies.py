@@ -47,18 +47,14 @@ def scaled(value: Any, call: Callable[..., Any], *, rows: bool) -> tuple[Any, An
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form of a copy of a parameter.
+    """The form of a copy of a parameter."""
 
-    Attributes:
-        dtype: of the copy.
-        scales: None for a cast to the dtype; else `row` or `tensor`, of which the numbers are kept if the dtype is
-            float8, and the scales if it is float32. They are those of the parameter in bfloat16, which is what an
-            operator in float8 has for an operand.
-        layout: of a cast of four dimensions, `torch.channels_last` or the parameter's own.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the copy
+    # None for a cast to the dtype; else `row` or `tensor`, of which the numbers are kept if the dtype is float8, and
+    # the scales if it is float32. They are those of the parameter in bfloat16, which is what an operator in float8 has
+    # for an operand.
     scales: str | None = None
+    # Of a cast of four dimensions, `torch.channels_last` or the parameter's own.
     layout: torch.memory_format = torch.preserve_format
 
     @property

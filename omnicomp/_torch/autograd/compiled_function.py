@@ -35,20 +35,14 @@ def saves_are_hooked() -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results:
-    """What the gradients that a compiled backward gets are gradients of.
+    """What the gradients that a compiled backward gets are gradients of."""
 
-    Attributes:
-        sources: for each of them that the backward reads: its position, the result of the graph that it belongs to,
-            and whether it belongs to the base of that result, which is a view.
-        inputs: how many inputs the function takes.
-        written: the inputs that the graph writes to.
-        followed: the writes to inputs that autograd sees: for each the position of the gradient of what was written,
-            and the input.
-    """
-
+    # For each gradient that the backward reads: its position, the result of the graph that it belongs to, and whether
+    # it belongs to the base of that result, which is a view.
     sources: tuple[tuple[int, int, bool], ...]
-    inputs: int
-    written: tuple[int, ...]
+    inputs: int  # how many inputs the function takes
+    written: tuple[int, ...]  # the inputs that the graph writes to
+    # The writes to inputs that autograd sees: for each the position of the gradient of what was written, and the input.
     followed: tuple[tuple[int, int], ...]
 
 

@@ -15,15 +15,10 @@ from torch.fx import Graph, Node
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A computation to look for in graphs.
+    """A computation to look for in graphs."""
 
-    Attributes:
-        apply: rewrites a graph and returns the number of places.
-        matcher: Inductor's table of what `apply` looks for.
-    """
-
-    apply: Callable[[Graph], int]
-    matcher: Any
+    apply: Callable[[Graph], int]  # rewrites a graph and returns the number of places
+    matcher: Any  # Inductor's table of what `apply` looks for
 
     def places(self, graph: Graph) -> list[Node]:
         """The first outputs of every place that computes the pattern, also where other nodes use its steps."""

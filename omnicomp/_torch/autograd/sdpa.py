@@ -18,17 +18,11 @@ _aten: Final[Any] = torch.ops.aten
 
 
 class Saved(NamedTuple):
-    """What a kernel's backward operator needs beside the operands, the output and the log-sum-exp.
+    """What a kernel's backward operator needs beside the operands, the output and the log-sum-exp."""
 
-    Attributes:
-        tensors: state of the random numbers; unused without dropout, yet an argument.
-        sizes: largest sequence lengths as the operator returned them.
-        padding: how many elements the kernel's log-sum-exp has beyond the queries.
-    """
-
-    tensors: tuple[torch.Tensor, ...] = ()
-    sizes: tuple[Any, ...] = ()
-    padding: Any = 0
+    tensors: tuple[torch.Tensor, ...] = ()  # state of the random numbers; unused without dropout, yet an argument
+    sizes: tuple[Any, ...] = ()  # largest sequence lengths as the operator returned them
+    padding: Any = 0  # how many elements the kernel's log-sum-exp has beyond the queries
 
 
 def define(schema: str, function: Callable[..., Any]) -> Any:

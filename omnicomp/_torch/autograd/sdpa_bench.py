@@ -38,33 +38,19 @@ _SCORES_BYTES: Final = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """An attention, by all that its time depends on.
+    """An attention, by all that its time depends on."""
 
-    Attributes:
-        device: where it runs.
-        dtype: of its operands.
-        query: [B, H, Q, D].
-        key: [B, Hkv, K, D].
-        value: [B, Hkv, K, Dv].
-        mask: what is added to the scores, in 4 dimensions; None if nothing is.
-        is_causal: whether keys after the query are hidden.
-        grouped: whether several query heads share one head of keys and values.
-        dropout: with what probability weights are dropped.
-        training: whether there is a backward.
-        mask_grad: whether the mask has a gradient, too.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    query: Layout
-    key: Layout
-    value: Layout
-    mask: Layout | None = None
-    is_causal: bool = False
-    grouped: bool = False
-    dropout: float = 0.0
-    training: bool = False
-    mask_grad: bool = False
+    device: torch.device  # where it runs
+    dtype: torch.dtype  # of its operands
+    query: Layout  # [B, H, Q, D]
+    key: Layout  # [B, Hkv, K, D]
+    value: Layout  # [B, Hkv, K, Dv]
+    mask: Layout | None = None  # what is added to the scores, in 4 dimensions; None if nothing is
+    is_causal: bool = False  # whether keys after the query are hidden
+    grouped: bool = False  # whether several query heads share one head of keys and values
+    dropout: float = 0.0  # with what probability weights are dropped
+    training: bool = False  # whether there is a backward
+    mask_grad: bool = False  # whether the mask has a gradient, too
 
     @property
     def text(self) -> str:

@@ -26,17 +26,12 @@ _STRUCTURED: Final = "CompositeExplicitAutogradNonFunctional"
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What a call of an operator meets on a device.
+    """What a call of an operator meets on a device."""
 
-    Attributes:
-        kernel: `native` (registered for the device, or its `out` form is), `composite` (torch makes it of other
-            operators, or has a kernel for any device), `fallback` (what the device registered for everything else) or
-            `missing`.
-        writes: the operator whose kernel decides: itself, or the `out` form that torch makes it of.
-    """
-
+    # `native` (registered for the device, or its `out` form is), `composite` (torch makes it of other operators, or has
+    # a kernel for any device), `fallback` (what the device registered for everything else) or `missing`.
     kernel: Kernel
-    writes: str
+    writes: str  # the operator whose kernel decides: itself, or the `out` form that torch makes it of
 
 
 def qualified_name(operator: OpOverload) -> str:

@@ -28,15 +28,11 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizeGuards:
-    """What a late compilation found out about symbolic sizes.
+    """What a late compilation found out about symbolic sizes."""
 
-    Attributes:
-        holds: whether a call's inputs have such sizes; None if there is nothing to check.
-        text: the conditions, for people.
-    """
-
+    # Whether a call's inputs have such sizes; None if there is nothing to check.
     holds: Callable[[Sequence[Any]], bool] | None
-    text: str = ""
+    text: str = ""  # the conditions, for people
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

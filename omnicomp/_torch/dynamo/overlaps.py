@@ -21,17 +21,12 @@ _MOST: Final = 16  # inputs to look at in each call
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """How the inputs share memory that a graph was compiled for.
+    """How the inputs share memory that a graph was compiled for."""
 
-    Attributes:
-        compared: positions of the inputs that might overlap with one that is written to; empty if none might.
-        overlapping: positions of those that do, and where each begins in its storage.
-        returned: whether the graph returns views of those.
-    """
-
+    # Positions of the inputs that might overlap with one that is written to; empty if none might.
     compared: tuple[int, ...]
-    overlapping: Mapping[int, Any]
-    returned: bool
+    overlapping: Mapping[int, Any]  # positions of those that do, and where each begins in its storage
+    returned: bool  # whether the graph returns views of those
 
     def holds(self, arguments: Sequence[Any]) -> bool:
         """Whether the inputs of a call share memory as those did."""

@@ -44,19 +44,13 @@ def sets_state(node: Node) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a node of a Dynamo graph does.
+    """What a node of a Dynamo graph does."""
 
-    Attributes:
-        is_pure: whether it depends on nothing but its inputs, and does nothing but return new tensors or views.
-        is_view: whether a result is in memory of what it takes, or is what it takes.
-        is_called: whether Inductor calls a kernel for it.
-        is_convolution: whether there is a convolution in it, for which Inductor may choose layouts.
-    """
-
+    # Whether it depends on nothing but its inputs, and does nothing but return new tensors or views.
     is_pure: bool = False
-    is_view: bool = False
-    is_called: bool = False
-    is_convolution: bool = False
+    is_view: bool = False  # whether a result is in memory of what it takes, or is what it takes
+    is_called: bool = False  # whether Inductor calls a kernel for it
+    is_convolution: bool = False  # whether there is a convolution in it, for which Inductor may choose layouts
 
 
 def facts_of(node: Node) -> Facts:

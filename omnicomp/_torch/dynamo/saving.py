@@ -39,13 +39,9 @@ _PATCHES: Final = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wish:
-    """How a compiled graph may be saved.
+    """How a compiled graph may be saved."""
 
-    Attributes:
-        key: under which Dynamo's cache looks for it; empty if `aot_compile` asks the result itself.
-    """
-
-    key: str
+    key: str  # under which Dynamo's cache looks for it; empty if `aot_compile` asks the result itself
 
 
 @contextlib.contextmanager

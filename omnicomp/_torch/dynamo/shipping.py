@@ -42,17 +42,11 @@ class ShippingError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """A graph in the process that compiles it.
+    """A graph in the process that compiles it."""
 
-    Attributes:
-        module: the graph.
-        scene: its inputs, and what surrounds its compilation.
-        extra: what the sender added.
-    """
-
-    module: GraphModule
-    scene: Scene
-    extra: Any
+    module: GraphModule  # the graph
+    scene: Scene  # its inputs, and what surrounds its compilation
+    extra: Any  # what the sender added
 
 
 def pack(gm: GraphModule, scene: Scene, extra: Any, modules: Sequence[str] = ()) -> bytes:

@@ -40,20 +40,14 @@ _FAILURES: Final = {
 
 
 class StitchedGraph(CompiledFxGraph):
-    """What is kept of a part that was cut.
+    """What is kept of a part that was cut."""
 
-    Attributes:
-        text: everything but the generated code of its subgraphs, as text.
-        references: by index of the subgraph, the key and the guards of its entry in Inductor's cache; nothing for those
-            that Inductor did not build, and for all if AOTAutograd's cache holds the code itself.
-        graphs: these subgraphs, once they are loaded.
-        unkept: why it can't be kept, if it can't.
-    """
-
-    text: str
+    text: str  # everything but the generated code of its subgraphs, as text
+    # By index of the subgraph, the key and the guards of its entry in Inductor's cache; nothing for those that Inductor
+    # did not build, and for all if AOTAutograd's cache holds the code itself.
     references: dict[int, tuple[str, str | None]]
-    graphs: dict[int, CompiledFxGraph]
-    unkept: str
+    graphs: dict[int, CompiledFxGraph]  # these subgraphs, once they are loaded
+    unkept: str  # why it can't be kept, if it can't
 
     def __init__(self, text: str = "", graphs: Mapping[int, CompiledFxGraph] | None = None, unkept: str = "") -> None:
         for field in dataclasses.fields(CompiledFxGraph):  # torch's own constructor takes a graph that was lowered

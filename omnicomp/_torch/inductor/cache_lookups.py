@@ -39,20 +39,13 @@ _INPUTS: Final = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """One question to a cache.
+    """One question to a cache."""
 
-    Attributes:
-        cache: `aot_autograd` or `fx_graph`.
-        verdict: `hit`, `miss` or `bypass`.
-        key: what was looked up; empty if there was no key.
-        note: why there was none.
-        parts: what the key of a miss was made of: by name, a text to show and a hash.
-    """
-
-    cache: str
-    verdict: str
-    key: str = ""
-    note: str = ""
+    cache: str  # `aot_autograd` or `fx_graph`
+    verdict: str  # `hit`, `miss` or `bypass`
+    key: str = ""  # what was looked up; empty if there was no key
+    note: str = ""  # why there was none
+    # What the key of a miss was made of: by name, a text to show and a hash.
     parts: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict[str, tuple[str, str]])
 
 

@@ -77,13 +77,9 @@ def _function(data: dict[str, Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TextGraph:
-    """A graph in the usual convention as text, with what is read of a graph module that is only called.
+    """A graph in the usual convention as text, with what is read of a graph module that is only called."""
 
-    Attributes:
-        data: the text, from `to_source`.
-    """
-
-    data: dict[str, Any]
+    data: dict[str, Any]  # the text, from `to_source`
 
     @property
     def code(self) -> str:

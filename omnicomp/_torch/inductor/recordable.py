@@ -42,23 +42,14 @@ class Piece:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Recordable:
-    """A compiled graph on CUDA whose calls can be recorded.
+    """A compiled graph on CUDA whose calls can be recorded."""
 
-    Attributes:
-        part: `forward`, `backward` or `inference`.
-        device: index of its device.
-        pieces: what is recorded, in the order of the calls.
-        static: indices of the inputs whose addresses stay: parameters, and what a forward saved.
-        visible: how many of the outputs the program may see; autograd alone sees those behind them.
-        reason: why nothing is recorded; empty if it can be.
-    """
-
-    part: str
-    device: int
-    static: tuple[int, ...] = ()
-    visible: int = -1
-    pieces: Sequence[Piece] = ()
-    reason: str = ""
+    part: str  # `forward`, `backward` or `inference`
+    device: int  # index of its device
+    static: tuple[int, ...] = ()  # indices of the inputs whose addresses stay: parameters, and what a forward saved
+    visible: int = -1  # how many of the outputs the program may see; autograd alone sees those behind them
+    pieces: Sequence[Piece] = ()  # what is recorded, in the order of the calls
+    reason: str = ""  # why nothing is recorded; empty if it can be
     _compiled: CompiledFxGraph | None
     _partitioned: bool = False
 

@@ -37,21 +37,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        kernel: made by `triton.jit`.
-        grid: how many programs.
-        warps: of a program.
-        stages: of the loads of a loop.
-        arguments: by name: tensors of the operator, buffers, numbers and constants.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    warps: int
-    stages: int = 3
-    arguments: Mapping[str, Any]
+    kernel: Any  # made by `triton.jit`
+    grid: tuple[int, ...]  # how many programs
+    warps: int  # of a program
+    stages: int = 3  # of the loads of a loop
+    arguments: Mapping[str, Any]  # by name: tensors of the operator, buffers, numbers and constants
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,11 @@ from omnicomp.safety.forks import new_lock
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needed:
-    """The releases of torch that have a fault.
+    """The releases of torch that have a fault."""
 
-    Attributes:
-        first: the oldest supported release that has it.
-        fixed: the first release that was seen without it; empty while none was.
-        issue: torch's issue or pull request; empty where nobody reported it, and the repair has a reproducer.
-    """
-
-    first: str
-    fixed: str = ""
-    issue: str = ""
+    first: str  # the oldest supported release that has it
+    fixed: str = ""  # the first release that was seen without it; empty while none was
+    issue: str = ""  # torch's issue or pull request; empty where nobody reported it, and the repair has a reproducer
 
     @property
     def here(self) -> bool:

@@ -26,25 +26,17 @@ _BUILDS: Final = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way of compiling a graph.
+    """One way of compiling a graph."""
 
-    Attributes:
-        name: for people, and in stored results.
-        lowerings: the order.
-        engines: options of engines.
-        inductor: Inductor's settings beside the user's.
-        rules: exceptions for some nodes.
-        needs: the lowering that it tries; it is dropped if that lowering gets no node of the graph.
-        version: of the engine; part of the key of stored results.
-    """
-
-    name: str
-    lowerings: tuple[str, ...] = LOWERINGS
+    name: str  # for people, and in stored results
+    lowerings: tuple[str, ...] = LOWERINGS  # the order
+    # Options of engines.
     engines: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
+    # Inductor's settings beside the user's.
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    rules: tuple[Rule, ...] = ()
-    needs: str = ""
-    version: str = ""
+    rules: tuple[Rule, ...] = ()  # exceptions for some nodes
+    needs: str = ""  # the lowering that it tries; it is dropped if that lowering gets no node of the graph
+    version: str = ""  # of the engine; part of the key of stored results
 
     def graph(self, graph: CapturedGraph) -> CapturedGraph:
         """The graph under a policy that says just this."""

@@ -128,19 +128,12 @@ class device_of(device):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProperties:
-    """What there is to know of a device.
+    """What there is to know of a device."""
 
-    Attributes:
-        name: for a person.
-        total_memory: bytes.
-        multi_processor_count: threads that its kernels run on.
-        protected: whether the host is kept from touching its memory.
-    """
-
-    name: str
-    total_memory: int
-    multi_processor_count: int
-    protected: bool
+    name: str  # for a person
+    total_memory: int  # bytes
+    multi_processor_count: int  # threads that its kernels run on
+    protected: bool  # whether the host is kept from touching its memory
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:

@@ -29,21 +29,13 @@ _STATE: Final = re.compile(r"(?:_parameters|_buffers)\['[^']+'\]$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """The nodes of one call of a module, in a Dynamo graph.
+    """The nodes of one call of a module, in a Dynamo graph."""
 
-    Attributes:
-        key: Dynamo's key of the call.
-        path: qualified name of the module in the model, for example `layers.3.mlp`.
-        cls: its class.
-        root: the variable that Dynamo reached the model by, for example `L['self']`.
-        nodes: in program order.
-    """
-
-    key: str
-    path: str
-    cls: type
-    root: str
-    nodes: tuple[Node, ...]
+    key: str  # Dynamo's key of the call
+    path: str  # qualified name of the module in the model, for example `layers.3.mlp`
+    cls: type  # its class
+    root: str  # the variable that Dynamo reached the model by, for example `L['self']`
+    nodes: tuple[Node, ...]  # in program order
 
     @functools.cached_property
     def members(self) -> frozenset[Node]:
@@ -172,17 +164,12 @@ def _follows(value: Any, symbols: set[Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effects:
-    """Effects of nodes besides computing values.
+    """Effects of nodes besides computing values."""
 
-    Attributes:
-        mutated: nodes outside of which the elements are changed.
-        other: a sentence for each further effect: random numbers, a collective, a mode, a higher-order operator.
-        aliases: nodes whose result shares memory with a value from outside, or with another one's.
-    """
-
-    mutated: tuple[Node, ...]
+    mutated: tuple[Node, ...]  # nodes outside of which the elements are changed
+    # A sentence for each further effect: random numbers, a collective, a mode, a higher-order operator.
     other: tuple[str, ...]
-    aliases: tuple[Node, ...]
+    aliases: tuple[Node, ...]  # nodes whose result shares memory with a value from outside, or with another one's
 
 
 def effects(nodes: Sequence[Node], results: Sequence[Node] = ()) -> Effects:

@@ -99,19 +99,13 @@ def raise_late(graph: GraphRecord, error: Exception, by: str) -> None:
 
 @dataclasses.dataclass
 class Choice:
-    """Which matches of overrides enter a Dynamo graph.
+    """Which matches of overrides enter a Dynamo graph."""
 
-    Attributes:
-        late: whether those enter that stand behind other lowerings; else those that are asked first.
-        chosen: by override and node, those of them that enter; None: all.
-        matches: the late ones that entered, or were refused.
-        waiting: whether there are late ones, which are not asked for.
-    """
-
-    late: bool = False
-    chosen: Collection[tuple[str, str]] | None = None
+    late: bool = False  # whether those enter that stand behind other lowerings; else those that are asked first
+    chosen: Collection[tuple[str, str]] | None = None  # by override and node, those of them that enter; None: all
+    # The late ones that entered, or were refused.
     matches: list[LateMatch] = dataclasses.field(default_factory=list[LateMatch])
-    waiting: bool = False
+    waiting: bool = False  # whether there are late ones, which are not asked for
 
     def takes(self, item: Override, nodes: Sequence[Node], context: LoweringContext) -> bool:
         """Whether an override is to be put in the place of nodes, by the first of which the match is known."""

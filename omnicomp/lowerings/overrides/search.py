@@ -32,39 +32,24 @@ _MODES: Final = ("grad_enabled", "inference_mode", "_functorch", "vmap_", "_nest
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """A computation that an override may take.
+    """A computation that an override may take."""
 
-    Attributes:
-        output: the node whose value the call makes.
-        steps: the other nodes of the computation, in any order; nothing else may read their elements.
-        arguments: what the override's `check` is asked with, by name: nodes, for which it gets the fake values, and
-            other values.
-        write: inserts the call before `output` and returns the node that has its value.
-    """
-
-    output: Node
-    steps: tuple[Node, ...]
+    output: Node  # the node whose value the call makes
+    steps: tuple[Node, ...]  # the other nodes of the computation, in any order; nothing else may read their elements
+    # What the override's `check` is asked with, by name: nodes, for which it gets the fake values, and other values.
     arguments: dict[str, Any]
-    write: Callable[[], Node]
+    write: Callable[[], Node]  # inserts the call before `output` and returns the node that has its value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ended:
-    """A candidate that the search did not understand to its end.
+    """A candidate that the search did not understand to its end."""
 
-    Attributes:
-        node: where reading ended.
-        sentence: why.
-        observed: the observed form.
-        needed: the expected form.
-        lever: what the user can change.
-    """
-
-    node: Node
-    sentence: str
-    observed: str = ""
-    needed: str = ""
-    lever: str = ""
+    node: Node  # where reading ended
+    sentence: str  # why
+    observed: str = ""  # the observed form
+    needed: str = ""  # the expected form
+    lever: str = ""  # what the user can change
 
 
 def apply_searches(

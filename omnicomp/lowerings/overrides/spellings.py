@@ -37,23 +37,15 @@ def argument(node: Node, name: str, position: int, default: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Linear:
-    """`x @ weight.T + bias`, in any spelling.
+    """`x @ weight.T + bias`, in any spelling."""
 
-    Attributes:
-        node: its last step.
-        steps: its nodes.
-        x: (..., k).
-        source: the node that has the weight's elements, (n, k), or (k, n) where the program multiplies by it as it is.
-        transposed: whether `source` is (k, n).
-        bias: (n), or None.
-    """
-
-    node: Node
-    steps: tuple[Node, ...]
-    x: Node
+    node: Node  # its last step
+    steps: tuple[Node, ...]  # its nodes
+    x: Node  # (..., k)
+    # The node that has the weight's elements, (n, k), or (k, n) where the program multiplies by it as it is.
     source: Node
-    transposed: bool
-    bias: Node | None
+    transposed: bool  # whether `source` is (k, n)
+    bias: Node | None  # (n), or None
 
     def weight(self, anchor: Node) -> Node:
         """A node with the weight as (n, k), inserted before `anchor` where there is none."""

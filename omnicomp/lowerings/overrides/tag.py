@@ -29,19 +29,12 @@ _lock: Final = new_lock()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matched:
-    """A block that an override took the place of.
+    """A block that an override took the place of."""
 
-    Attributes:
-        function: what it computed, as a function of the arguments of the override's operator.
-        path: of the module.
-        text: its operators and constants; equal for blocks that compute the same.
-        differentiable: the arguments whose gradients the program may ask for.
-    """
-
-    function: Function
-    path: str
-    text: str
-    differentiable: tuple[str, ...]
+    function: Function  # what it computed, as a function of the arguments of the override's operator
+    path: str  # of the module
+    text: str  # its operators and constants; equal for blocks that compute the same
+    differentiable: tuple[str, ...]  # the arguments whose gradients the program may ask for
 
 
 def apply_blocks(

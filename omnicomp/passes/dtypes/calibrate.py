@@ -50,22 +50,16 @@ _lock = new_lock()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How far off the outputs of a graph may be, and how that is measured.
+    """How far off the outputs of a graph may be, and how that is measured."""
 
-    Attributes:
-        error: relative to the outputs' norm (L2).
-        reference: the precision that they are compared with, `fp32` or `fp64`.
-        sample: gives the inputs to measure on, in place of the first call's, of their names and values.
-        verdicts: whether earlier results are put to `use`, are to be measured again (`forget`), or are neither read nor
-            stored (`off`).
-        strict: whether an error while measuring is raised; or else nothing is lowered.
-    """
-
-    error: float
-    reference: str = "fp64"
+    error: float  # relative to the outputs' norm (L2)
+    reference: str = "fp64"  # the precision that they are compared with, `fp32` or `fp64`
+    # Gives the inputs to measure on, in place of the first call's, of their names and values.
     sample: Callable[..., Any] | None = None
+    # Whether earlier results are put to `use`, are to be measured again (`forget`), or are neither read nor stored
+    # (`off`).
     verdicts: str = "use"
-    strict: bool = False
+    strict: bool = False  # whether an error while measuring is raised; or else nothing is lowered
 
     @classmethod
     def of(cls, policy: Policy, error: float) -> "Bound":
@@ -81,28 +75,18 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a calibration found.
+    """What a calibration found."""
 
-    Attributes:
-        kept: the operators that stay wide, most harmful first: region, name, the error of the outputs with it alone
-            lowered (-1 if that was not tried), and of its own result on wide operands (-1 if unknown).
-        met: whether the bound holds with them kept.
-        lowered: how many operators the policy lowers without a bound.
-        before: error of the outputs with all of them lowered.
-        after: the same with the kept ones wide.
-        wide: the same with none lowered.
-        runs: of the graph, that it took.
-        seconds: that it took.
-    """
-
+    # The operators that stay wide, most harmful first: region, name, the error of the outputs with it alone lowered (-1
+    # if that was not tried), and of its own result on wide operands (-1 if unknown).
     kept: tuple[tuple[int, str, float, float], ...] = ()
-    met: bool = True
-    lowered: int = 0
-    before: float = 0.0
-    after: float = 0.0
-    wide: float = -1.0
-    runs: int = 0
-    seconds: float = 0.0
+    met: bool = True  # whether the bound holds with them kept
+    lowered: int = 0  # how many operators the policy lowers without a bound
+    before: float = 0.0  # error of the outputs with all of them lowered
+    after: float = 0.0  # the same with the kept ones wide
+    wide: float = -1.0  # the same with none lowered
+    runs: int = 0  # of the graph, that it took
+    seconds: float = 0.0  # that it took
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Finding":

@@ -16,19 +16,12 @@ from omnicomp.passes.dtypes.operators import is_optimizer, kind, operator_class,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The dtype that an operator is to compute in.
+    """The dtype that an operator is to compute in."""
 
-    Attributes:
-        dtype: of its floating-point operands.
-        rule: the field of the policy that says so, with the selector if it has one.
-        forced: whether a rule names the operator or its module, rather than its class by default.
-        by_node: whether it names this very node.
-    """
-
-    dtype: torch.dtype
-    rule: str
-    forced: bool = False
-    by_node: bool = False
+    dtype: torch.dtype  # of its floating-point operands
+    rule: str  # the field of the policy that says so, with the selector if it has one
+    forced: bool = False  # whether a rule names the operator or its module, rather than its class by default
+    by_node: bool = False  # whether it names this very node
 
 
 def decide(node: Node, policy: DtypePolicy) -> Decision | None:

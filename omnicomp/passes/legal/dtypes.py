@@ -38,14 +38,10 @@ class Legal:
 
     Booleans are there on every device. Dtypes that are neither a float, complex nor an integer of whole bytes
     (quantised ones, four bits) are no concern of this.
-
-    Attributes:
-        compute: floats and complex numbers that any operator computes in.
-        storage: dtypes that a tensor may have; integers among them are computed in, too.
     """
 
-    compute: frozenset[torch.dtype]
-    storage: frozenset[torch.dtype]
+    compute: frozenset[torch.dtype]  # floats and complex numbers that any operator computes in
+    storage: frozenset[torch.dtype]  # dtypes that a tensor may have; integers among them are computed in, too
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> "Legal | None":

@@ -100,45 +100,28 @@ def _subject(model: nn.Module, inputs: Any) -> Subject:
 
 @dataclasses.dataclass(kw_only=True)
 class Call:
-    """Calls of one operator with the same dtypes and the same class of shapes.
+    """Calls of one operator with the same dtypes and the same class of shapes."""
 
-    Attributes:
-        operator: what is called.
-        name: `aten::add.Tensor`.
-        dtypes: of its tensors, in the order of the arguments.
-        shapes: for each tensor its dimensions and whether it is `strided` (not contiguous), `broadcast` (a stride of 0)
-            or `empty`.
-        args: positional arguments of the first call, on the CPU.
-        kwargs: keyword arguments of the first call.
-        count: how often it is called.
-        captured: whether it is called in a graph of torch.compile; else between them, in eager.
-        parts: `forward`, `backward` or `inference`.
-    """
-
-    operator: OpOverload
-    name: str
-    dtypes: tuple[str, ...]
+    operator: OpOverload  # what is called
+    name: str  # `aten::add.Tensor`
+    dtypes: tuple[str, ...]  # of its tensors, in the order of the arguments
+    # For each tensor its dimensions and whether it is `strided` (not contiguous), `broadcast` (a stride of 0) or
+    # `empty`.
     shapes: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    count: int = 0
-    captured: bool = False
-    parts: tuple[str, ...] = ()
+    args: tuple[Any, ...]  # positional arguments of the first call, on the CPU
+    kwargs: dict[str, Any]  # keyword arguments of the first call
+    count: int = 0  # how often it is called
+    captured: bool = False  # whether it is called in a graph of torch.compile; else between them, in eager
+    parts: tuple[str, ...] = ()  # `forward`, `backward` or `inference`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What torch.compile sees of a model.
+    """What torch.compile sees of a model."""
 
-    Attributes:
-        calls: distinct calls, the most frequent first.
-        graphs: how many graphs were captured.
-        note: why the model is not one graph; empty if it is.
-    """
-
-    calls: tuple[Call, ...]
-    graphs: int
-    note: str = ""
+    calls: tuple[Call, ...]  # distinct calls, the most frequent first
+    graphs: int  # how many graphs were captured
+    note: str = ""  # why the model is not one graph; empty if it is
 
 
 class _Collector:

@@ -24,33 +24,21 @@ _SUITE: Final = "omnicomp.testing.bringup.ladder:jobs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One distinct call of the model.
+    """One distinct call of the model."""
 
-    Attributes:
-        operator: `aten::add.Tensor`.
-        dtypes: of its tensors.
-        shapes: classes of their shapes.
-        calls: how often the model calls it.
-        parts: `forward`, `backward` or `inference`; empty if it runs outside of the captured graphs.
-        steps: `yes`, `no` or an empty string (not reached) for each of `STEPS`.
-        kernel: what eager on the device has: `native`, `composite`, `fallback`, `missing`, `wrong` or `crashed`.
-        needs: the operators whose kernels decide, with how often one call of this takes each.
-        required: those of them, and the operator itself, that torch has no kernel of for any device.
-        lowering: what ran the compiled call.
-        reason: what is wrong, or empty.
-    """
-
-    operator: str
-    dtypes: tuple[str, ...]
-    shapes: tuple[str, ...]
-    calls: int
-    parts: tuple[str, ...] = ()
+    operator: str  # `aten::add.Tensor`
+    dtypes: tuple[str, ...]  # of its tensors
+    shapes: tuple[str, ...]  # classes of their shapes
+    calls: int  # how often the model calls it
+    parts: tuple[str, ...] = ()  # `forward`, `backward` or `inference`; empty if it runs outside of the captured graphs
+    # `yes`, `no` or an empty string (not reached) for each of `STEPS`.
     steps: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    kernel: str = ""
+    kernel: str = ""  # what eager on the device has: `native`, `composite`, `fallback`, `missing`, `wrong` or `crashed`
+    # The operators whose kernels decide, with how often one call of this takes each.
     needs: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    required: tuple[str, ...] = ()
-    lowering: str = ""
-    reason: str = ""
+    required: tuple[str, ...] = ()  # those of them, and the operator itself, that torch has no kernel of for any device
+    lowering: str = ""  # what ran the compiled call
+    reason: str = ""  # what is wrong, or empty
 
     @property
     def matched(self) -> bool:
@@ -66,22 +54,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Next:
-    """A kernel to write.
+    """A kernel to write."""
 
-    Attributes:
-        operator: `aten::add.out`.
-        state: `missing`, `wrong`, `crashed`, `fallback` (runs on the CPU) or `compiled` (missing in eager only).
-        blocks: how many calls of the model do not come through without it; for `fallback` and `compiled`, how many
-            calls it serves.
-        required: whether torch has no kernel for any device.
-        of: the operators of the model that need it.
-    """
-
-    operator: str
-    state: str
+    operator: str  # `aten::add.out`
+    state: str  # `missing`, `wrong`, `crashed`, `fallback` (runs on the CPU) or `compiled` (missing in eager only)
+    # How many calls of the model do not come through without it; for `fallback` and `compiled`, how many calls it
+    # serves.
     blocks: int
-    required: bool
-    of: tuple[str, ...]
+    required: bool  # whether torch has no kernel for any device
+    of: tuple[str, ...]  # the operators of the model that need it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

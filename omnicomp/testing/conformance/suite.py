@@ -124,21 +124,13 @@ _SUITE: Final = "omnicomp.testing.conformance.suite:jobs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a check found.
+    """What a check found."""
 
-    Attributes:
-        name: `group.subject`.
-        verdict: `passed`, `failed`, `crashed` (the interpreter ended, or did not answer) or `skipped`.
-        found: one sentence.
-        todo: what to do; empty unless it failed.
-        seconds: wall time.
-    """
-
-    name: str
-    verdict: str
-    found: str
-    todo: str = ""
-    seconds: float = 0.0
+    name: str  # `group.subject`
+    verdict: str  # `passed`, `failed`, `crashed` (the interpreter ended, or did not answer) or `skipped`
+    found: str  # one sentence
+    todo: str = ""  # what to do; empty unless it failed
+    seconds: float = 0.0  # wall time
 
     @property
     def ok(self) -> bool:

@@ -24,12 +24,9 @@ _ERRORS: Final = 3  # of the levels of its log
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnnxRuntimeRunOptions(RunOptions):
-    """Those of the library, too.
+    """Those of the library, too."""
 
-    Attributes:
-        entries: of its `RunOptions.add_run_config_entry`: `{"memory.enable_memory_arena_shrinkage": "cpu:0"}`.
-    """
-
+    # Of its `RunOptions.add_run_config_entry`: `{"memory.enable_memory_arena_shrinkage": "cpu:0"}`.
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 

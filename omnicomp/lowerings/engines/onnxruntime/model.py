@@ -163,15 +163,10 @@ _NOWHERE: Final = "weights of the program"
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """An ONNX model.
+    """An ONNX model."""
 
-    Attributes:
-        data: the serialised model; without the weights that are given to a session beside it.
-        results: for each result of the subgraph the position among the model's, or None for None.
-    """
-
-    data: bytes
-    results: tuple[int | None, ...]
+    data: bytes  # the serialised model; without the weights that are given to a session beside it
+    results: tuple[int | None, ...]  # for each result of the subgraph the position among the model's, or None for None
 
 
 def onnx_model(subgraph: Subgraph) -> Model:
