@@ -322,6 +322,10 @@ class _Graph:
         if isinstance(event, Outcome):
             if not event.subgraph:
                 self.outcome = event
+                if event.state == "taken_back":
+                    # Dynamo hands over the same code once more, or leaves it to eager.
+                    self.bounded.drop("rewrites", lambda known: True)
+                    self.bounded.drop("near_misses", lambda known: known.kind != "graph_break")
             elif event.subgraph in self.rows:
                 self.rows[event.subgraph].fields["raised"] = True
         elif isinstance(event, Background):

@@ -13,13 +13,16 @@ from omnicomp.timeline import (
     Capture,
     Event,
     Memory,
+    NearMiss,
     NodePlacement,
     Option,
+    Outcome,
     PassRun,
     Placement,
     Ran,
     Reason,
     Retreat,
+    Rewrite,
     Stage,
     Subgraph,
     Timing,
@@ -170,6 +173,24 @@ def test_the_environment_joins_what_the_graphs_say() -> None:
     environment = found.environment
     assert (environment.versions, environment.devices) == ({"torch": "2.13"}, {"cuda": "H200"})
     assert (environment.processes, environment.ranks) == (2, (0, 1))
+
+
+def test_what_passes_found_in_a_graph_that_dynamo_took_back_is_none_of_the_program() -> None:
+    def passed(graph: str, state: str) -> list[Event]:
+        attention = {"graph": graph, "name": "fusion", "kind": "attention", "node": "matmul"}
+        return [
+            Capture(graph=graph),
+            NearMiss(graph=graph, name="dynamo", kind="graph_break", node="item", reason=REFUSED),
+            NearMiss(**attention, reason=REFUSED),  # type: ignore[arg-type]
+            Rewrite(**attention, target="sdpa"),  # type: ignore[arg-type]
+            Outcome(graph=graph, state=state),
+        ]
+
+    first, second = fold([*passed("g0", "taken_back"), *passed("g1", "built")]).graphs
+    assert [miss.kind for miss in first.near_misses] == ["graph_break"]
+    assert not first.rewrites
+    assert len(second.near_misses) == 2
+    assert second.rewrites
 
 
 def test_outcomes_of_verifications_are_kept_once() -> None:

@@ -126,7 +126,8 @@ def check(program: Program, options: Mapping[str, Any] = OPTIONS) -> Outcome:
             where = f"{name} of call {number} of {program!r}"
             if name not in found:
                 raise Mismatch(f"there is no {where}")
-            if empty_rows and name.startswith("gradient") and not _passes_gradients(program):
+            lost = vague and program.changed == "in half"  # beside -1e4, eager rounds scores to multiples of 64
+            if lost or (empty_rows and name.startswith("gradient") and not _passes_gradients(program)):
                 _compare_finite(where, found[name], value)
             else:
                 _compare(where, found[name], value, expected[number][name], roundings, vague)

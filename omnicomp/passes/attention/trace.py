@@ -194,6 +194,9 @@ class _Recorder:
             product.outputs[0].users.append(op)
             op.outputs.append(self.bind(out, Value(out, op)))
             return
+        if name == "permute" and list(args[1]) == list(range(len(args[1]))):
+            self.bind(out, self.value(args[0]))  # einsum makes such ones
+            return
         if not written:
             self._add(name, schema, args, kwargs, [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)])
             self.trace.ops[-1].target = operator

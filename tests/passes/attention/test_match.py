@@ -287,10 +287,11 @@ def late_and_transposed(q, k, v):
         lambda q, k, v: late(q @ k.mT, v, shifted=False),
         lambda q, k, v: late((q @ k.mT).masked_fill(torch.ones(6, 8).triu(3).bool(), -math.inf), v),
         lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) * (1 / e.sum(-1, keepdim=True)),
+        lambda q, k, v: ((e := (q @ k.mT).exp()) @ v) / torch.einsum("bhqk->bhq", e)[..., None],
         late_in_place,
         late_and_transposed,
     ],
-    ids=["shifted", "plain", "causal", "reciprocal", "in place", "transposed"],
+    ids=["shifted", "plain", "causal", "reciprocal", "summed by einsum", "in place", "transposed"],
 )
 def test_a_product_that_is_divided_by_the_sums_later(function):
     arguments = inputs()[:3]
@@ -327,6 +328,7 @@ def other_exponentials():
         "reciprocal": lambda s: (e := s.exp()) * e.sum(-1).reciprocal()[..., None],
         "reciprocal first": lambda s: e.sum(-1, keepdim=True).reciprocal() * e if (e := s.exp()) is not None else None,
         "unsqueezed": lambda s: (e := s.exp()) / e.sum(-1).unsqueeze(-1),
+        "summed by einsum": lambda s: (e := s.exp()) / torch.einsum("bhqk->bhq", e).unsqueeze(-1),
         "softmin": lambda s: F.softmin(-s, -1),
     }
 
