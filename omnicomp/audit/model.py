@@ -33,6 +33,7 @@ from omnicomp.timeline import (
 )
 from omnicomp.timeline.files import Unread
 from omnicomp.timeline.levels import ModuleLevels, levels_of, tag_of
+from omnicomp.timeline.reasons import RECOMPILE_LIMIT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +245,7 @@ class Fallback:
         graph: id of the Dynamo graph.
         part: `forward`, `backward`, `inference`, or empty for a whole graph.
         subgraph: id of the subgraph, or empty for a node that was placed on eager.
-        node: name of the node, or empty for a subgraph.
+        node: name of the node, or of a function that Dynamo compiles no more; empty for a subgraph.
         op: the operator, or the operators of the subgraph, the most frequent first.
         source: `file:line`, or empty.
         module: module path, or empty.
@@ -671,6 +672,10 @@ def _fallbacks(graph: GraphAudit) -> Iterator[Fallback]:
                 ran=row.ran == "eager",
                 reasons=row.reasons,
             )
+    for miss in graph.near_misses:
+        if miss.reason.code == RECOMPILE_LIMIT:
+            named = {"node": miss.node, "op": miss.node, "source": miss.source}
+            yield Fallback(graph=graph.id, part="", reasons=(miss.reason,), ran=True, **named)
 
 
 def _processes(report: Report) -> Iterator[Unfinished]:

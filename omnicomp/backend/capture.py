@@ -1,4 +1,4 @@
-"""Graph breaks: the code there runs in Python between two graphs, and no lowering ever sees it."""
+"""What Dynamo hands over as a graph, and what it does not: where a graph breaks, and what it compiles no more."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from omnicomp.options.digest import package_digest
 from omnicomp.options.policy import Policy, effective_options
 from omnicomp.runtime.tf32 import record_without_tf32
 from omnicomp.timeline import Capture, Event, NearMiss, Option, PassRun, Reason, Stage, Timeline, current, rank
-from omnicomp.timeline.reasons import common_path, distinct
+from omnicomp.timeline.reasons import RECOMPILE_LIMIT, common_path, distinct
 from omnicomp.timeline.recorder import run_id
 from omnicomp.timeline.sinks import jsonl, logs, opentelemetry, structured_trace
 
@@ -50,6 +50,27 @@ def record_graph_break(gm: Any, graph: str, timeline: Timeline) -> None:
             timeline.append(
                 NearMiss(graph=graph, name="dynamo", kind="graph_break", node=node, source=source, reason=reason)
             )
+
+
+def record_recompile_limit(compile_id: str, limit: str, function: str, source: str, guard: str) -> None:
+    """Record that calls of a function run eager for which none of its graphs holds; it is told of with the last one."""
+    with harmless("that a function is compiled no more"):
+        frame = compile_id.rpartition("/")[0]
+        captured = [event for event in current().events() if isinstance(event, Capture)]
+        graphs = [event.graph for event in captured if event.compile_id.rpartition("/")[0] == frame]
+        if not graphs:  # of another backend
+            return
+        reason = Reason(
+            code=RECOMPILE_LIMIT,
+            by="dynamo",
+            sentence=f"compiled as often as torch._dynamo.config.{limit} allows; calls that none of its graphs fits run eager",
+            observed=guard,
+            source=source,
+            lever=f"compile with dynamic=True or torch._dynamo.mark_dynamic what changes, or raise {limit}",
+        )
+        current().append(
+            NearMiss(graph=graphs[-1], name="dynamo", kind=RECOMPILE_LIMIT, node=function, source=source, reason=reason)
+        )
 
 
 def _reason(text: str, source: str) -> Reason:

@@ -24,7 +24,7 @@ from omnicomp.backend import weight_inputs
 from omnicomp.backend.autograd import compile_parts
 from omnicomp.backend.bit_equality import compared
 from omnicomp.backend.block_overrides import late_overrides, override_blocks
-from omnicomp.backend.capture import CapturedGraph, capture_graph
+from omnicomp.backend.capture import CapturedGraph, capture_graph, record_recompile_limit
 from omnicomp.backend.options import policy_of
 from omnicomp.backend.outcome import ending
 from omnicomp.backend.retreat import (
@@ -353,4 +353,5 @@ def reset() -> None:
 
 omni.reset = reset  # type: ignore[attr-defined]
 control_flow.tell_threads_apart()
+control_flow.watch_recompile_limits(record_recompile_limit)
 libraries.watch()

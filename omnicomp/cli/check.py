@@ -1,6 +1,7 @@
 """`omnicomp check`: whether what fell back is within a budget, as an exit status and in the forms that CI reads."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ from omnicomp.options.acknowledged import load
 from omnicomp.options.fallback_limits import FallbackBudget, parse_share
 
 UNFINISHED: Final = 3
-"""The exit status for a report that is within the budget, and of which something has no end."""
+"""The exit status for a report that is within the budget, and of which something has no end, or that has no graph."""
 
 FORMATS: Final[dict[str, Callable[[Sequence[Verdict]], str]]] = {
     "text": to_text,
@@ -62,7 +63,8 @@ def run_check(
     """Judge a report, and print or write the verdict.
 
     Returns:
-        0 if every report is within the budget, 1 if one is over it, and 3 if none is but something has no end.
+        0 if every report is within the budget, 1 if one is over it, and 3 if none is, but something has no end, or
+        nothing was compiled.
 
     Raises:
         OmnicompError: a file can't be read or written, or a value is wrong.
@@ -88,7 +90,10 @@ def run_check(
         )
         for file, audit in reports(report)
     ]
-    unfinished = UNFINISHED if any(verdict.is_unfinished for verdict in verdicts) else 0
+    idle = not (allow_unfinished or any(verdict.audit.graphs for verdict in verdicts))
+    if idle:
+        print("omnicomp: nothing was compiled with omni; --allow-unfinished lets that pass", file=sys.stderr)
+    unfinished = UNFINISHED if idle or any(verdict.is_unfinished for verdict in verdicts) else 0
     status = 1 if any(verdict.over for verdict in verdicts) else unfinished
     text = FORMATS[name](verdicts)
     return emit(fitted(text) if name == "text" and output is None else text, output, status=status)

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 from omnicomp.safety.escapes import shown
 
+RECOMPILE_LIMIT: Final = "recompile_limit"
+
 CODES: Final[dict[str, str]] = {
     # placement
     "no_override": "no override is registered for the operator",
@@ -20,6 +22,7 @@ CODES: Final[dict[str, str]] = {
     "unsafe_in_eager": "the operator would give other values outside the compiled graph",
     # capture
     "graph_break": "Dynamo ended the graph before the function was over: the rest is a graph of its own",
+    RECOMPILE_LIMIT: "Dynamo compiled the function as often as it may: calls that need another graph run eager",
     # building
     "build_failed": "the lowering raised while it built the subgraph",
     "cut_out": "the node was cut out because building it failed",

@@ -7,6 +7,7 @@ import torch
 
 import omnicomp
 from omnicomp._torch.dynamo.control_flow import end_of
+from omnicomp.audit.gate import judge
 from omnicomp.audit.views.findings import findings
 from omnicomp.audit.views.why import why
 from omnicomp.timeline import NearMiss
@@ -74,3 +75,34 @@ def test_the_report_says_where_and_why(question: str) -> None:
     assert broken.title.startswith("graph break at test_capture.py:")
     assert "1 graph break (test_capture.py:" in report.summary()
     assert report.sites.total == 0
+
+
+def test_a_function_that_dynamo_compiles_no_more_is_a_fallback() -> None:
+    @torch.compile(backend="omni", dynamic=False, options={"lowerings": ["toy", "eager"], "summary": False})
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (2, 3):
+            function(torch.ones(size))
+        before = omnicomp.audit()
+        for size in (4, 5):
+            function(torch.ones(size))
+    audit = omnicomp.audit()
+    (found,) = set(audit.fallbacks) - set(before.fallbacks)
+    assert (found.graph, found.op, found.ran) == (audit.graphs[-1].id, "function", True)
+    assert found.source.startswith(__file__)
+    assert "size mismatch" in found.reasons[0].observed
+    assert "compiled too often, and eager in further calls: function" in audit.summary()
+    assert "function on eager" in str(audit)
+    assert "compiles the function no more" in str(audit.why("recompile_limit"))
+    assert judge(audit).over
+
+
+def test_with_fullgraph_that_is_torchs_error() -> None:
+    function = torch.compile(torch.sin, backend="omni", dynamic=False, fullgraph=True, options=OPTIONS)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        function(torch.ones(2))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            function(torch.ones(3))
+    assert not any(e.kind == "recompile_limit" for e in omnicomp.timeline.events() if isinstance(e, NearMiss))

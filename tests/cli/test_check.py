@@ -206,6 +206,19 @@ def test_nothing_fell_back(omnicomp: Command, tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_compiled_nothing_does_not_pass(omnicomp: Command, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    events = (Process(state=state, run="12-ab", pid=12) for state in ("began", "ended"))
+    path.write_text("".join(f"{json.dumps(event.to_dict())}\n" for event in events))
+    code, out, err = omnicomp("check", path)
+    assert (code, out) == (3, "omni: within the fallback budget: no graph was compiled\n")
+    assert "nothing was compiled with omni" in err
+    assert omnicomp("check", path, "--allow-unfinished")[0] == 0
+    # One of several processes that compiles nothing is no alarm.
+    write(tmp_path / "good.jsonl")
+    assert omnicomp("check", tmp_path)[0] == 0
+
+
 def test_a_run_that_has_no_end_has_a_status_of_its_own(omnicomp: Command, tmp_path: Path) -> None:
     began = Process(state="began", run="12-ab", pid=12).to_dict()
     path = tmp_path / "t.jsonl"

@@ -1,15 +1,17 @@
-"""Dynamo's internals: its compile lock, compile ids, the errors that steer it, and how a user error leaves it."""
+"""Dynamo's internals: its lock, compile ids and recompile limits, errors that steer it, how a user error leaves it."""
 
 import contextlib
 import functools
+import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import torch
 import torch._guards
 import torch.fx._symbolic_trace
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+from torch._dynamo import convert_frame
 from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import (
@@ -151,3 +153,27 @@ def tell_threads_apart() -> None:
 
     setattr(is_fx_symbolic_tracing, _MARK, True)
     module.is_fx_symbolic_tracing = is_fx_symbolic_tracing
+
+
+def watch_recompile_limits(reached: Callable[[str, str, str, str, str], None]) -> None:
+    """Have `reached` called where Dynamo compiles a function no more, and runs it eager, as it did so too often.
+
+    Dynamo says so in a warning alone. `reached` gets the compile id, the config key of the limit, the function's name
+    and `file:line`, and the guard that failed last. With `fullgraph=True` Dynamo raises an error instead.
+    """
+    original = convert_frame.exceeds_recompile_limit
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def exceeds_recompile_limit(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        exceeded, limit = original(cache_size, compile_id)
+        caller = sys._getframe(1).f_locals
+        if exceeded and not (caller["one_graph"] or torch._dynamo.config.fail_on_recompile_limit_hit):
+            code = caller["code"]
+            source = f"{code.co_filename}:{code.co_firstlineno}"
+            reached(str(compile_id), limit, code.co_name, source, caller["recompile_reason"] or "")
+        return exceeded, limit
+
+    setattr(exceeds_recompile_limit, _MARK, True)
+    convert_frame.exceeds_recompile_limit = exceeds_recompile_limit

@@ -120,9 +120,10 @@ def _items(audit: Report) -> Iterator[_Item]:
     for fallback in fallbacks:
         graph, part = graphs[fallback.graph], (fallback.graph, fallback.part)
         if fallback.node:
-            # Where its graph retreated as a whole, that counts.
-            if not eager[part].given_up:
-                yield _of_node(fallback, graph, eager[part].holding(fallback))
+            # Where its graph retreated as a whole, that counts. A function that Dynamo compiles no more has no part.
+            own = eager.get(part, _Eager(()))
+            if not own.given_up:
+                yield _of_node(fallback, graph, own.holding(fallback))
             continue
         row = rows[fallback.subgraph]
         planned = row.planned == "eager" and not row.retreats and not row.mismatch

@@ -8,6 +8,7 @@ from typing import Final
 from omnicomp.audit.model import GraphAudit, Report, SubgraphAudit
 from omnicomp.audit.views import rows
 from omnicomp.timeline import Reason, Retreat
+from omnicomp.timeline.reasons import RECOMPILE_LIMIT
 
 KINDS: Final = {
     "mismatch": "not as planned",
@@ -148,6 +149,8 @@ def _of_graph(graph: GraphAudit) -> Iterator[Finding]:
             what = f"{attempt.lowering} did not build {attempt.subgraph}"
             yield _one("failure", what, (attempt.reason,), graph=graph.id, id=attempt.subgraph)
     for miss in graph.near_misses:
+        if miss.reason.code == RECOMPILE_LIMIT:
+            continue  # a fallback
         broken = miss.reason.code == "graph_break"
         what = "" if broken else miss.kind.replace("_", " ")
         if miss.reason.code == "error_bound":

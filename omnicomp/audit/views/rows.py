@@ -17,6 +17,7 @@ from omnicomp.timeline import (
     Rewrite,
     Speculation,
 )
+from omnicomp.timeline.reasons import RECOMPILE_LIMIT
 
 _MISSING: Final = 8
 NOTHING = "omni: nothing was compiled yet; call the compiled function first"
@@ -40,6 +41,9 @@ def summary(audit: Report) -> str:
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         clauses.append(f"{plural(len(broken), 'graph break')} ({short_source(broken[0])}{more})")
+    limited = [f.node for f in audit.fallbacks if any(r.code == RECOMPILE_LIMIT for r in f.reasons)]
+    if limited:
+        clauses.append(f"compiled too often, and eager in further calls: {', '.join(dict.fromkeys(limited))}")
     unread = sum(each.count for each in audit.unread)
     if unread:
         clauses.append(f"{plural(unread, 'line')} of the timeline left out")

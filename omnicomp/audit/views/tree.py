@@ -16,6 +16,7 @@ from omnicomp.audit.views.layout import plain
 from omnicomp.audit.views.rows import percent, short_source, summary
 from omnicomp.safety.escapes import one_line
 from omnicomp.timeline import NearMiss, NodePlacement, Reason
+from omnicomp.timeline.reasons import RECOMPILE_LIMIT
 
 BASES: Final = {"flops": "FLOPs", "seconds": "time", "nodes": "operators", "bytes": "bytes"}
 _MOST_RUNS: Final = 4
@@ -264,8 +265,8 @@ def _fill(tree: Tree, node: ModuleNode, basis: str, said: set[str]) -> None:
         for reason in chain:
             branch.add(_reason(reason, said))
     for miss in node.near_misses[:1]:
-        broken = miss.reason.code == "graph_break"
-        fate = "graph break" if broken else "near miss"
+        broken = miss.reason.code in ("graph_break", RECOMPILE_LIMIT)
+        fate = miss.kind.replace("_", " ") if broken else "near miss"
         which = miss.node if broken else f"{miss.node} of {miss.name}"
         text = Text(fate, style="yellow").append(one_line(f": {which}"), style="default")
         more = f" and {len(node.near_misses) - 1} more" if len(node.near_misses) > 1 else ""

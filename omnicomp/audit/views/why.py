@@ -25,6 +25,7 @@ from omnicomp.errors import ReportError, nearest
 from omnicomp.safety.escapes import one_line, printable
 from omnicomp.safety.privacy import cleaner
 from omnicomp.timeline import CODES, NearMiss, NodePlacement, Reason
+from omnicomp.timeline.reasons import RECOMPILE_LIMIT
 
 _LARGEST: Final = 4 * 2**20
 _LONGEST_LINE: Final = 240
@@ -381,11 +382,12 @@ def _neighbours(part: PartAudit, row: SubgraphAudit | None) -> Iterator[tuple[st
 
 
 def _near_miss(graph: GraphAudit, miss: NearMiss) -> Answer:
-    if miss.reason.code == "graph_break":
+    ended = {"graph_break": "ended the graph here", RECOMPILE_LIMIT: "compiles the function no more"}
+    if miss.reason.code in ended:
         return Answer(
-            title="graph break",
+            title=miss.kind.replace("_", " "),
             facts=(("graph", f"{graph.id} {graph.function}".rstrip()),),
-            steps=(Step(what=f"{miss.name} ended the graph here", reason=miss.reason, tone="warn"),),
+            steps=(Step(what=f"{miss.name} {ended[miss.reason.code]}", reason=miss.reason, tone="warn"),),
             source=miss.source,
             time=graph.time,
         )
