@@ -63,7 +63,7 @@ def record_recompile_limit(compile_id: str, limit: str, function: str, source: s
         reason = Reason(
             code=RECOMPILE_LIMIT,
             by="dynamo",
-            sentence=f"compiled as often as torch._dynamo.config.{limit} allows; calls that none of its graphs fits run eager",
+            sentence=f"compiled as often as torch._dynamo.config.{limit} allows; other calls run eager",
             observed=guard,
             source=source,
             lever=f"compile with dynamic=True or torch._dynamo.mark_dynamic what changes, or raise {limit}",
