@@ -666,3 +666,11 @@ def test_as_a_function_of_an_aten_graph() -> None:
     # Trainers that trace the backward with the forward keep the probabilities for it: that stays as it is.
     joint = make_fx(step, tracing_mode="fake")(*inputs)
     assert graph_pass(joint, inputs) is joint
+
+
+def test_an_empty_batch_beside_symbolic_lengths():
+    arguments = inputs(batch=0)
+    backend = Backend()
+    result = compiled(spell_functions, backend, dynamic=True)(*arguments)
+    assert result.stride() == spell_functions(*arguments).stride()
+    assert len(backend.of(NearMiss)) + len(backend.of(Rewrite)) == 1

@@ -138,8 +138,10 @@ def _regroup(inner: Sequence[Any], outer: Sequence[Any], at: Sequence[Position])
 
 def _quotient(left: Any, right: Any) -> Any:
     """`left / right` if that is known to be a whole number, else None."""
+    if known_equal(right, 0):
+        return None
     if isinstance(left, int) and isinstance(right, int):
-        return left // right if right and left % right == 0 else None
+        return left // right if left % right == 0 else None
     quotient = left // right
     return quotient if known_equal(quotient * right, left) else None
 
