@@ -43,11 +43,7 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, id: str) -> Callable[..., Any]:
-        """The callable, in this process.
-
-        Args:
-            id: of the graph.
-        """
+        """The callable, in this process."""
 
 
 def put_state(call: Any, make: Callable[[], State]) -> None:
@@ -189,12 +185,7 @@ class SavedGraph(saving.SerializableCallable):
     """A compiled graph whose bytes torch can ask for."""
 
     def __init__(self, call: Callable[..., Any], dumps: Callable[[], bytes]) -> None:
-        """Wrap a function of the graph's inputs.
-
-        Args:
-            call: the function.
-            dumps: makes its bytes.
-        """
+        """Wrap a function of the graph's inputs."""
         self._call, self._dumps = call, dumps
 
     def __call__(self, *args: Any) -> Any:
@@ -241,13 +232,7 @@ def _artefact(key: str, content: bytes) -> _Artefact:
 
 
 def hand_over(call: Callable[..., Any], wish: saving.Wish | None, graph: str = "") -> Callable[..., Any]:
-    """What Dynamo gets of a compiled graph, which torch may save.
-
-    Args:
-        call: the function of the graph's inputs.
-        wish: how it may be saved; None if it is not to be.
-        graph: its id.
-    """
+    """What Dynamo gets of a compiled graph, which torch may save."""
     if wish is None:
         return call
     if not wish.key:

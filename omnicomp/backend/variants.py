@@ -47,12 +47,7 @@ class Checks:
     """The checks of all assumptions on the inputs of a call."""
 
     def __init__(self, assumptions: Sequence[Assumption], placeholders: Sequence[str]) -> None:
-        """Bind the assumptions to the placeholders of their graph.
-
-        Args:
-            assumptions: at least one.
-            placeholders: the names of the graph's placeholders, in order.
-        """
+        """Bind the assumptions to the placeholders of their graph."""
         self.assumptions, self.placeholders = tuple(assumptions), tuple(placeholders)
         self._positions = sorted({placeholders.index(name) for item in assumptions for name in item.inputs})
         self._wanted = [

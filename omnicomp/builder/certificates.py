@@ -47,11 +47,7 @@ def certify_calls(before: GraphModule, after: GraphModule, graph: str) -> Certif
 
 
 def inductors_certified(graph: str) -> AbstractContextManager[None]:
-    """Inside, what each of Inductor's own passes changes is checked; what computes something else is put back.
-
-    Args:
-        graph: its id.
-    """
+    """Inside, what each of Inductor's own passes changes is checked; what computes something else is put back."""
     known: dict[str, Certificate] = {}
 
     def script(change: Change, event: Certified) -> Certified:
@@ -78,12 +74,6 @@ def inductors_certified(graph: str) -> AbstractContextManager[None]:
 
 def certify_overrides(before: GraphModule, after: GraphModule, graph: str, policy: Policy) -> list[Certified]:
     """Whether overrides stand for what they replaced; one that does not is taken out again.
-
-    Args:
-        before: a copy of the graph without them.
-        after: the graph with them.
-        graph: its id.
-        policy: the user's options.
 
     Returns:
         Certificates under the names of the overrides.

@@ -93,23 +93,12 @@ def dump_graph(module: GraphModule) -> str:
 
 
 def announced(kept: bytes) -> list[list[Any]]:
-    """The inputs of a restored artefact as they were when it was built.
-
-    Args:
-        kept: the result of `dumps`, or nothing.
-    """
+    """The inputs of a restored artefact as they were when it was built."""
     return json.loads(kept.partition(b"\n")[0] or b"{}").get("announced", [])
 
 
 def guard(kept: bytes, context: LoweringContext, compiled: Any, *, recorded: bool) -> Guard:
-    """The guard of a restored artefact, which repeats a call in eager if that is safe.
-
-    Args:
-        kept: the result of `dumps`.
-        context: where the part belongs now.
-        compiled: the restored graph, ready to be called.
-        recorded: whether it is to be recorded as a CUDA graph.
-    """
+    """The guard of a restored artefact, which repeats a call in eager if that is safe."""
     written = compile_fx.overwritten_inputs(compiled)
     return guard_call(kept, context, compiled.current_callable, overwritten=written, recorded=recorded)
 
@@ -168,15 +157,7 @@ def verifier(
     lowering: str = MAIN.name,
     around: Callable[[Boxed], Boxed] = lambda call: call,
 ) -> Verifier | None:
-    """The verifier of a restored artefact; None if it is not to be verified.
-
-    Args:
-        kept: the result of `dumps`.
-        context: where the part belongs now.
-        piece: its index.
-        lowering: its lowering.
-        around: makes what eager calls of the graph's own function.
-    """
+    """The verifier of a restored artefact; None if it is not to be verified."""
     text = json.loads(kept.partition(b"\n")[0] or b"{}").get("verified")
     if text is None:
         return None

@@ -41,12 +41,7 @@ class Prober:
     """Tries runs of nodes, a bounded number of them, and remembers which failed."""
 
     def __init__(self, build: Build, builds: int) -> None:
-        """Remember how to build and how often.
-
-        Args:
-            build: tries a run of nodes.
-            builds: how many runs may be built.
-        """
+        """Remember how to build and how often."""
         self._build = build
         self._left = builds
         self._passed: set[tuple[str, ...]] = set()

@@ -27,12 +27,7 @@ class PartFailures:
     """The failures of one part."""
 
     def __init__(self, module: GraphModule, context: LoweringContext) -> None:
-        """Take the key of a part before it is built; Inductor changes the graph later.
-
-        Args:
-            module: the graph, before overrides are put into it.
-            context: where it belongs.
-        """
+        """Take the key of a part before it is built; Inductor changes the graph later."""
         self._context = context
         self._settings = repro_script.settings()
         self._verdicts = PartVerdicts(module, context, self._settings)
@@ -42,12 +37,7 @@ class PartFailures:
         return self._verdicts.known()
 
     def learn(self, module: GraphModule, verdict: Verdict) -> Verdict:
-        """Write a script for a verdict and store both; returns the verdict with levers that name the script.
-
-        Args:
-            module: the graph that its nodes are of.
-            verdict: the result of the search.
-        """
+        """Write a script for a verdict and store both; returns the verdict with levers that name the script."""
         script = ""
         if verdict.smallest:
             piece = extract(module, verdict.smallest)
@@ -67,11 +57,6 @@ class PartFailures:
 
     def learn_wrong(self, module: GraphModule, inputs: Sequence[Any], reason: Reason) -> Reason:
         """Write a script of a subgraph that computes wrong results; later processes do not give it to Inductor.
-
-        Args:
-            module: the subgraph.
-            inputs: fake tensors and symbolic sizes of it.
-            reason: what verification found.
 
         Returns:
             The reason with a lever that names the script.

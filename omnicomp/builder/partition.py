@@ -137,10 +137,6 @@ def stitching(module: GraphModule, pieces: Sequence[Piece]) -> Stitching:
 
     A value is in a variable until its last use, and in the list that a piece gets then, so that the piece frees it when
     it is through with it. Nothing is between the generated code and what it calls.
-
-    Args:
-        module: the part that the pieces were cut from.
-        pieces: in program order.
     """
     output = next(iter(reversed(module.graph.nodes)))
     last: dict[Node, int] = {node: index for index, piece in enumerate(pieces) for node in piece.inputs}

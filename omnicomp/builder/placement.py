@@ -217,11 +217,6 @@ def taken_together(
 ) -> tuple[frozenset[str], Reason | None]:
     """Whether a lowering takes a run of nodes as one subgraph.
 
-    Args:
-        lowering: that takes each of the nodes.
-        nodes: neighbours in program order.
-        context: where they belong.
-
     Returns:
         Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
         a whole is not taken; None if it is.

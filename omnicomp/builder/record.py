@@ -67,16 +67,7 @@ class PartRecord:
         names: Sequence[str],
         pieces: Sequence[Piece] = (),
     ) -> None:
-        """Describe a part before it is built: Inductor changes the graph that it is given.
-
-        Args:
-            module: the part's graph.
-            plan: its placement.
-            refused: where an override matched but refused.
-            context: where the part comes from.
-            names: the lowerings in the order in which they were asked.
-            pieces: the subgraphs, if the part was cut.
-        """
+        """Describe a part before it is built: Inductor changes the graph that it is given."""
         self._context = context
         self._whole = not pieces
         self._names = tuple(names)

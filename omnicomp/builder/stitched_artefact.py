@@ -123,24 +123,12 @@ def _artefact(
 def restoring(
     context: Callable[[str], LoweringContext], cache: str = "aot_autograd"
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, the parts that were cut and that AOTAutograd's cache restores are made callable.
-
-    Args:
-        context: gives where a part of that name belongs now.
-        cache: what restores it.
-    """
+    """Inside, the parts that were cut and that AOTAutograd's cache restores are made callable."""
     return cache_entry.on_stitched_loaded(lambda compiled, recorded: _restore(compiled, recorded, context, cache))
 
 
 def _restore(compiled: StitchedGraph, recorded: bool, context: Callable[[str], LoweringContext], cache: str) -> Call:
-    """The callable of a restored part; its record goes into the timeline, and its first call is attested.
-
-    Args:
-        compiled: the part.
-        recorded: whether CUDA graphs were on for it.
-        context: gives where a part of that name belongs now.
-        cache: what restores it.
-    """
+    """The callable of a restored part; its record goes into the timeline, and its first call is attested."""
     data: dict[str, Any] = json.loads(compiled.text)
     where = context(data["part"])
     results = [_restored(piece, compiled.graphs.get(index)) for index, piece in enumerate(data["pieces"])]

@@ -314,11 +314,7 @@ class GenericDevice(Device):
     """Inductor if a code generator is registered for the device type, else eager."""
 
     def __init__(self, type: str) -> None:
-        """Stand for a device type.
-
-        Args:
-            type: as torch names it.
-        """
+        """Stand for a device type."""
         self.type = type
 
     def is_available(self) -> bool:

@@ -207,10 +207,6 @@ def _stay(found: Job, process: str) -> None:
 def agree(context: LoweringContext, *, can_follow: bool) -> Verdict | None:
     """Compare the plan of a part with that of the other ranks; None if there is nothing to compare.
 
-    Args:
-        context: where the part belongs.
-        can_follow: whether it can still go to eager.
-
     Raises:
         RanksError: the ranks differ, or one does not come.
     """

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from registered import NAME, clean, device_module
+from registered import NAME, device_module
+from registered import clean as clean
 from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.codegen import common
 from torch._inductor.codegen.cpp_wrapper_gpu import CppWrapperGpu
@@ -20,8 +21,6 @@ from omnicomp._torch.inductor.versions import compilers
 from omnicomp.devices.inductor import DeviceSpec, LaunchLimits, RegistrationError, register, registration
 from omnicomp.devices.inductor.report import CPP_MEMBERS, Piece
 from omnicomp.errors import DeviceError
-
-__all__ = ["clean"]
 
 pytestmark = pytest.mark.usefixtures("clean")
 PROPERTIES = {"multi_processor_count": 4}

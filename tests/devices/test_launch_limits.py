@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config
-from registered import NAME, OTHER, clean, device_module
+from registered import NAME, OTHER, device_module
+from registered import clean as clean
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
@@ -19,8 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from omnicomp._torch.devices.launch_limits import LIMITS, limited, limited_grid, rounded
 from omnicomp._torch.inductor import cpp
 from omnicomp.devices.inductor import DeviceSpec, LaunchLimits, register
-
-__all__ = ["clean"]
 
 NEEDED = (0, 1, 47, 48, 49, 95, 96, 97, 480, 481)
 BY_48 = {0: 0, 1: 1, 47: 47, 48: 48, 49: 96, 95: 96, 96: 96, 97: 144, 480: 480, 481: 528}

@@ -19,28 +19,17 @@ from typing import Any, Final
 import attention_spellings
 import processes
 import torch
-from attention_modules import Built, build
-from attention_programs import DTYPES, Program
-from attention_sampling import random_program, sample
+from attention_modules import Built as Built
+from attention_modules import build as build
+from attention_programs import DTYPES
+from attention_programs import Program as Program
+from attention_sampling import random_program as random_program
+from attention_sampling import sample as sample
 from torch import Tensor, nn
 
 import omnicomp
 from omnicomp.backend import pipeline
 from omnicomp.timeline import Retreat
-
-__all__ = [
-    "Built",
-    "Mismatch",
-    "Outcome",
-    "Program",
-    "Tally",
-    "Unsuited",
-    "build",
-    "check",
-    "prepare",
-    "random_program",
-    "sample",
-]
 
 OPTIONS: Final[Mapping[str, Any]] = {"lowerings": ["eager"], "summary": False}
 """Without generated code: what is checked is the rewriting of the graph, and a compiler would take most of the time."""

@@ -18,8 +18,6 @@ from attention_programs import LONGEST, Numbers, Program, first_position, inputs
 from attention_spellings import Sizes
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Built", "build"]
-
 
 class Built(NamedTuple):
     """A program made real.

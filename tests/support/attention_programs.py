@@ -12,8 +12,6 @@ import torch
 from attention_spellings import Sizes
 from torch import Tensor
 
-__all__ = ["DTYPES", "LONGEST", "Numbers", "Program", "first_position", "inputs"]
-
 DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -11,8 +11,6 @@ from typing import Any, Final, Protocol, TypeVar
 import attention_spellings
 from attention_programs import Program
 
-__all__ = ["Choose", "random_program", "sample"]
-
 T = TypeVar("T")
 
 LENGTHS: Final = (5, 1, 2, 3, 4, 6, 7, 8, 9, 16, 33)

@@ -13,30 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "CAUSAL",
-    "CHANGES",
-    "FILLS",
-    "FITS",
-    "MASKINGS",
-    "MASKS",
-    "NORMS",
-    "PRODUCTS",
-    "RANKS",
-    "SINKS",
-    "SOFTCAPS",
-    "SOFTMAXES",
-    "SWAPS",
-    "TRANSPOSES",
-    "VALUES",
-    "Product",
-    "Sizes",
-    "additive",
-    "fill_value",
-    "relative_buckets",
-    "wider",
-]
-
 Function = Callable[..., Any]
 
 

@@ -20,8 +20,6 @@ from typing import Any, Final
 
 from omnicomp.errors import OmnicompError
 
-__all__ = ["BrowserError", "Page", "chromium", "find_chromium"]
-
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FLAGS: Final = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),

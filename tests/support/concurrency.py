@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["NO_GPU", "ONE_THREAD", "WIDE", "behind_a_fork", "in_threads", "many_compilations"]
-
 THREADS = 8
 Work = Callable[[], None]
 

@@ -8,8 +8,6 @@ import random
 
 from hypothesis import settings
 
-__all__ = ["examples", "generator"]
-
 FEW = 40
 
 

@@ -7,8 +7,6 @@ import torch
 from concurrency import in_threads
 from torch import Tensor, nn
 
-__all__ = ["VIEWS", "close", "network", "results_stay", "threads_share"]
-
 VIEWS: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(6, 4).t(),
     "strided": lambda: torch.randn(4, 12)[:, ::2],

@@ -21,8 +21,6 @@ from omnicomp.lowerings.engines import Engine, Subgraph
 from omnicomp.options.policy import Policy
 from omnicomp.timeline import current
 
-__all__ = ["Call", "calls", "difference", "refusal", "subgraph_of"]
-
 _DOUBLE = {torch.float32, torch.float16, torch.bfloat16}
 _TIMES_EAGERS_ERROR = 8.0
 # Values that nobody may rely on: what they hold is only defined where the kernel of the same library made it.

@@ -14,21 +14,6 @@ from torch import Tensor
 import omnicomp
 from omnicomp.lowerings.eager import EagerLowering
 
-__all__ = [
-    "CUT",
-    "EAGER",
-    "MESSAGE",
-    "WHOLE",
-    "Place",
-    "check",
-    "planted",
-    "pretended",
-    "program",
-    "said",
-    "step",
-    "without_caches",
-]
-
 EAGER = {"lowerings": ["eager"]}
 WHOLE: dict[str, Any] = {}
 CUT = {"lowerings": {"aten.cos": "eager"}}

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from omnicomp._torch import user_code
 
-__all__ = ["Fragile", "a_compilers", "fragile", "program", "schedule", "step"]
-
 MESSAGE = "planted failure of a call"
 
 

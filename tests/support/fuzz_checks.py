@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from omnicomp.timeline import Retreat, current
 
-__all__ = ["BACKENDS", "Failure", "blame", "check", "verify"]
-
 BACKENDS = ("eager", "aot_eager", "inductor")  # each has more of the stack than the one before
 SEEDS = (0, 1, 2)
 _NOISY_RUNS = 4

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WIDE", "Refused", "namespace", "refusals", "widened"]
-
 WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,

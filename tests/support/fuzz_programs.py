@@ -18,8 +18,6 @@ import torch
 from fuzz_checks import load, run
 from torch import Tensor
 
-__all__ = ["Program", "Statement", "draw"]
-
 _LARGEST = 2000  # elements
 _MAGNITUDE = 300.0
 

@@ -10,8 +10,6 @@ from fuzz_checks import load, run
 from fuzz_programs import Program, Statement, parameters
 from torch import Tensor
 
-__all__ = ["reduce"]
-
 _ALIAS = re.compile(r"(x\d+) = ([ax]\w+)")
 _NAME = re.compile(r"\b([axpbm]\d+(?:_\d+)?)\b")
 

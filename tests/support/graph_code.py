@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-__all__ = ["captured", "code"]
-
 
 def captured(function: Callable[..., Any], *inputs: Any) -> GraphModule:
     """The Dynamo graph of a function."""

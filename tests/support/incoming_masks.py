@@ -27,8 +27,6 @@ import omnicomp
 from omnicomp.passes.attention import assume
 from omnicomp.timeline import Retreat, Rewrite
 
-__all__ = ["Failure", "Outcome", "Program", "check", "random_program"]
-
 OPTIONS: Final[dict[str, Any]] = {"lowerings": ["eager"], "summary": False}
 BATCH, HEADS, SIZE = 2, 2, 8
 SLACK: Final = 4.0

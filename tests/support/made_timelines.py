@@ -22,8 +22,6 @@ from omnicomp.timeline import (
     Timing,
 )
 
-__all__ = ["large_timeline"]
-
 _KINDS: Final = (("inductor", "attn"), ("eager", "router"), ("inductor", "mlp"), ("override", "norm"))
 _OPS: Final = {
     "attn": {"aten.addmm.default": 4, "aten.permute.default": 6, "aten.view.default": 9},

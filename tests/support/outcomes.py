@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["PROGRAMS", "Outcome", "Program", "compare", "leaf", "outcome", "prepared", "program", "run"]
-
 Make = Callable[[], tuple[Callable[..., Any], list[Any]]]
 
 

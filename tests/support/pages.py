@@ -5,8 +5,6 @@ import re
 import shlex
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "Block", "Command", "blocks", "commands"]
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "examples" / "third_party" / "README.md"]

@@ -26,8 +26,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_torch", "python"]
-
 ROOT = Path(__file__).parents[2]
 # Read when Python starts or torch is imported.
 READ_AT_START = ("CUDA", "GOMP", "KMP", "LD_", "MKL", "OMP", "PYTHON", "PYTORCH", "TORCH", "TRITON")

@@ -10,8 +10,6 @@ from typing import Any
 
 from processes import python
 
-__all__ = ["PRELUDE", "run_ranks"]
-
 PRELUDE = """
 import datetime, json, os, signal, sys, time
 import torch

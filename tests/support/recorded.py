@@ -5,8 +5,6 @@ from typing import Any
 import omnicomp
 from omnicomp.timeline import Ran, Retreat
 
-__all__ = ["events", "ran", "retreats"]
-
 
 def events(kind: type) -> list[Any]:
     """The events of a class."""

@@ -12,8 +12,6 @@ from processes import python
 import omnicomp.devices.sim
 from omnicomp.devices.sim.build import build_folder
 
-__all__ = ["alike", "in_process", "run_with", "shared_sim", "sim"]
-
 
 @pytest.fixture(scope="session")
 def shared_sim() -> tuple[ModuleType, str]:

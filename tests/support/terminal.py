@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pyte
 
-__all__ = ["Session", "run"]
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["fast"]
-
 
 def fast(values: Iterable[Any], chosen: Callable[[Any], Any]) -> list[Any]:
     """Values for `pytest.mark.parametrize`, of which those that are not chosen are slow.

@@ -109,12 +109,7 @@ def in_compiled_autograd() -> bool:
 
 
 def fill_in_compiled_autograd(function: Any, zeros: Callable[[list[Any]], None]) -> None:
-    """Let compiled autograd, which calls no method of the function, replace gradients that are None by zeros.
-
-    Args:
-        function: of `on_function`.
-        zeros: changes the list of gradients.
-    """
+    """Let compiled autograd, which calls no method of the function, replace gradients that are None by zeros."""
     original = getattr(function, "_bw_prologue_fn", None)
     if original is None:
         return

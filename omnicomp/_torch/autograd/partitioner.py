@@ -77,13 +77,6 @@ def partition(
 
     What a checkpointed region reads is left alone: eager recomputes it from what the tensor holds by then, too.
 
-    Args:
-        gm: the joint graph, which is consumed.
-        joint_inputs: its inputs, primals and tangents.
-        num_fwd_outputs: how many of its outputs are the forward's.
-        inner: what splits it.
-        kwargs: passed on to `inner`.
-
     Returns:
         The forward, whose outputs beyond `num_fwd_outputs` are what is saved, and the backward.
 

@@ -49,12 +49,7 @@ def packed(inputs: Sequence[Any], static: Sequence[bool], *, whole: bool) -> byt
 
 
 def unpacked(data: bytes, fakes: Sequence[Any]) -> tuple[Any, ...]:
-    """The inputs of a graph with the values that were packed; fake ones stay where there are none.
-
-    Args:
-        data: what `packed` returned.
-        fakes: fake tensors and symbolic sizes, one an input.
-    """
+    """The inputs of a graph with the values that were packed; fake ones stay where there are none."""
     kept = torch.load(io.BytesIO(data), weights_only=True)
     return tuple(_made(kept.get(index), fake) for index, fake in enumerate(fakes))
 

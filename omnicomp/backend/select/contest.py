@@ -216,12 +216,6 @@ class Contest:
     ) -> None:
         """Prepare to compile the graph several times.
 
-        Args:
-            gm: the graph behind the passes.
-            inputs: what it is compiled for.
-            graph: what it belongs to.
-            values: what it is called with, where the inputs are fake.
-
         Raises:
             Unmeasurable: the graph can't be compiled apart from Dynamo's compilation.
         """

@@ -213,11 +213,7 @@ class Piece:
 
 
 def registration(name: str) -> tuple[Piece, ...]:
-    """The pieces of a device type, in the order in which they are needed. Registers nothing, and never raises.
-
-    Args:
-        name: the device type, also one that is not there at all.
-    """
+    """The pieces of a device type, in the order in which they are needed. Registers nothing, and never raises."""
     steps: tuple[tuple[str, str, Callable[[str], str]], ...] = (
         ("device type", f"torch.utils.rename_privateuse1_backend({name!r})", _device_type),
         ("device module", f"torch._register_device_module({name!r}, module)", _module),

@@ -122,9 +122,6 @@ def clear_faults() -> None:
 def kernel(name: str = "kernel") -> Generator[None]:
     """The bracket of a launch: within it, the host's instructions may touch the devices' memory, as the kernel does.
 
-    Args:
-        name: of the kernel, for messages.
-
     Raises:
         torch.AcceleratorError: a fault was injected.
     """

@@ -324,12 +324,7 @@ def registered() -> tuple[Override, ...]:
 
 
 def enabled(disabled: Sequence[str], chosen: Sequence[str] | None = None) -> tuple[Override, ...]:
-    """The overrides that a policy allows, in the order in which they are asked: by priority, then as registered.
-
-    Args:
-        disabled: names to leave out.
-        chosen: the only names to take; None for all.
-    """
+    """The overrides that a policy allows, in the order in which they are asked: by priority, then as registered."""
     items = (i for i in registered() if i.name not in disabled and (chosen is None or i.name in chosen))
     return tuple(sorted(items, key=lambda item: -item.priority))
 

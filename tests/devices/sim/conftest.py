@@ -1,3 +1,3 @@
-from simulated import in_process, shared_sim, sim
-
-__all__ = ["in_process", "shared_sim", "sim"]
+from simulated import in_process as in_process
+from simulated import shared_sim as shared_sim
+from simulated import sim as sim

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import in_process, shared_sim, sim
+from simulated import in_process as in_process
+from simulated import shared_sim as shared_sim
+from simulated import sim as sim
 
 from omnicomp.backend.wrap_module import wrap_module
 from omnicomp.devices import MEMORY_KEYS, Device, device_names, resolve_device
 from omnicomp.devices.sim.device import SimDevice
 from omnicomp.errors import DeviceError
-
-__all__ = ["in_process", "shared_sim", "sim"]
 
 
 def test_it_is_discovered_and_there_once_enabled(sim: Any) -> None:

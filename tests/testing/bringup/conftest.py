@@ -1,3 +1,2 @@
-from simulated import shared_sim, sim
-
-__all__ = ["shared_sim", "sim"]
+from simulated import shared_sim as shared_sim
+from simulated import sim as sim

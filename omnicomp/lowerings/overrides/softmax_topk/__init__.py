@@ -59,10 +59,6 @@ def check(logits: Tensor, k: int) -> Reason | None:
 
     Reads only metadata, and puts no guard on a symbolic size: a symbolic number of rows is judged by its hint.
 
-    Args:
-        logits: a tensor (..., n), usually a fake one.
-        k: how many are chosen.
-
     Returns:
         None if so, otherwise the reason why not.
     """
