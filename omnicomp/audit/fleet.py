@@ -40,89 +40,50 @@ _LATE: Final = 10.0  # seconds
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
-    """One process that captured graphs.
+    """One process that captured graphs."""
 
-    Attributes:
-        path: of its file, relative to the folder.
-        rank: its rank in a distributed job, else 0.
-        pid: its id.
-        group: number of its group.
-        graphs: how many graphs it captured.
-        subgraphs: how many subgraphs they have.
-        shares: part of the work by lowering.
-        fallbacks: how many places run eager although an earlier lowering was asked for.
-        retreats: how often something moved to another lowering after a failure.
-        mismatches: how many subgraphs did not run as planned.
-        seconds: wall time of its compilations.
-        caches: verdicts of compile caches, with their number.
-        started: when it captured its first graph, in seconds since the epoch; 0 if unknown.
-        unfinished: how much began and has no end: the process itself, graphs, parts that were never called.
-    """
-
-    path: str
-    rank: int
-    pid: int
-    group: int
-    graphs: int
-    subgraphs: int
-    shares: dict[str, float]
-    fallbacks: int
-    retreats: int
-    mismatches: int
-    seconds: float
-    caches: dict[str, int]
-    started: float
-    unfinished: int = 0
+    path: str  # of its file, relative to the folder
+    rank: int  # its rank in a distributed job, else 0
+    pid: int  # its id
+    group: int  # number of its group
+    graphs: int  # how many graphs it captured
+    subgraphs: int  # how many subgraphs they have
+    shares: dict[str, float]  # part of the work by lowering
+    fallbacks: int  # how many places run eager although an earlier lowering was asked for
+    retreats: int  # how often something moved to another lowering after a failure
+    mismatches: int  # how many subgraphs did not run as planned
+    seconds: float  # wall time of its compilations
+    caches: dict[str, int]  # verdicts of compile caches, with their number
+    started: float  # when it captured its first graph, in seconds since the epoch; 0 if unknown
+    unfinished: int = 0  # how much began and has no end: the process itself, graphs, parts that were never called
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Processes whose reports have the same facts.
+    """Processes whose reports have the same facts."""
 
-    Attributes:
-        number: its number; 0 is the largest group, with which the others are compared.
-        digest: hash of what its reports say.
-        processes: how many it has.
-        ranks: of these, in order.
-        example: path of the file of its first process.
-        summary: the report of that process in a line.
-        added: facts of it that the first group does not have, the first fifty.
-        missing: facts of the first group that it does not have, likewise.
-        differences: how many of both there are; -1 if they are not known, beyond the 32nd kind of report.
-    """
-
-    number: int
-    digest: str
-    processes: int
-    ranks: tuple[int, ...]
-    example: str
-    summary: str
-    added: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    differences: int = 0
+    number: int  # its number; 0 is the largest group, with which the others are compared
+    digest: str  # hash of what its reports say
+    processes: int  # how many it has
+    ranks: tuple[int, ...]  # of these, in order
+    example: str  # path of the file of its first process
+    summary: str  # the report of that process in a line
+    added: tuple[str, ...] = ()  # facts of it that the first group does not have, the first fifty
+    missing: tuple[str, ...] = ()  # facts of the first group that it does not have, likewise
+    differences: int = 0  # how many of both there are; -1 if they are not known, beyond the 32nd kind of report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """What a folder of timelines says.
+    """What a folder of timelines says."""
 
-    Attributes:
-        folder: the folder.
-        processes: in the order of ranks, then of paths.
-        groups: the largest first.
-        unreadable: files that could not be read, the first hundred, with the error.
-        failed: how many could not be read.
-        torn: lines that were skipped, because a process was killed in them.
-        unread: lines that nothing was read from, by cause; the torn ones are among them.
-    """
-
-    folder: str
-    processes: tuple[Process, ...]
-    groups: tuple[Group, ...]
-    unreadable: tuple[tuple[str, str], ...] = ()
-    failed: int = 0
-    torn: int = 0
-    unread: tuple[Unread, ...] = ()
+    folder: str  # the folder
+    processes: tuple[Process, ...]  # in the order of ranks, then of paths
+    groups: tuple[Group, ...]  # the largest first
+    unreadable: tuple[tuple[str, str], ...] = ()  # files that could not be read, the first hundred, with the error
+    failed: int = 0  # how many could not be read
+    torn: int = 0  # lines that were skipped, because a process was killed in them
+    unread: tuple[Unread, ...] = ()  # lines that nothing was read from, by cause; the torn ones are among them
 
     def summary(self) -> str:
         """One line: how many processes there are, and whether they are alike."""

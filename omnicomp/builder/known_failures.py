@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.inductor.store import JsonStore, append, folder, note_use, read_trusted
+from omnicomp._torch.inductor.store import JsonStore, append, folder, key_of, note_use, read_trusted
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
 from omnicomp.analysis.hashes import exact_hash
 from omnicomp.lowerings import MAIN, LoweringContext
@@ -103,7 +103,7 @@ class PartVerdicts:
                 _hardware(context.device.type),
             )
             targets = (node.target for node in nodes if node.op == "call_function")
-            key = hashlib.sha256(repr((*content, inductor_identity(targets, settings))).encode()).hexdigest()[:40]
+            key = key_of(*content, inductor_identity(targets, settings))
             graph = next(iter(context.graph.sources), "")
             self._entry = Entry(key=key, graph=f"{context.part_id} {graph}".rstrip(), writer=_PROCESS)
 

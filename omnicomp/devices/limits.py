@@ -4,7 +4,6 @@ What a kernel takes is compared with these, and not with the numbers of a data s
 """
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.autograd.sdpa_bench import versions
-from omnicomp._torch.inductor.store import JsonStore
+from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.devices.cpu import processor
 
 # Bytes of a copy, and the size and dtype of the matrices of a product.
@@ -63,7 +62,7 @@ def _key(type: str) -> str:
         about: tuple[object, ...] = (processor(), torch.__version__, torch.get_num_threads())
     else:
         about = versions(torch.device(type, torch.cuda.current_device()))
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+    return key_of(*about)
 
 
 def _measured(type: str) -> Limits:

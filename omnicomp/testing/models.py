@@ -177,19 +177,22 @@ def _last_hidden_state(output: Any) -> torch.Tensor:
     return output.last_hidden_state
 
 
+def _layers(size: Size) -> dict[str, Any]:
+    """What the configurations of transformers have in common."""
+    return {"hidden_size": size.width, "num_attention_heads": size.heads, "num_hidden_layers": size.layers}
+
+
+def _text(size: Size) -> dict[str, Any]:
+    return {"vocab_size": size.vocabulary, "max_position_embeddings": max(512, size.length)}
+
+
+_NO_DROPOUT: Final[dict[str, Any]] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 def _bert(size: Size) -> Case:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(
-        hidden_size=size.width,
-        num_attention_heads=size.heads,
-        num_hidden_layers=size.layers,
-        intermediate_size=4 * size.width,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=max(512, size.length),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = BertConfig(**_layers(size), **_text(size), **_NO_DROPOUT, intermediate_size=4 * size.width)
     inputs = {"input_ids": _tokens(size), "attention_mask": _padding(size)}
     model = BertModel(_as_written(config), add_pooling_layer=False)
     return Case(name="bert", model=model, inputs=inputs, sites=size.layers, output=_last_hidden_state)
@@ -198,15 +201,9 @@ def _bert(size: Size) -> Case:
 def _llama(size: Size) -> Case:
     from transformers import LlamaConfig, LlamaModel
 
+    heads = max(1, size.heads // 4)
     config = LlamaConfig(
-        hidden_size=size.width,
-        num_attention_heads=size.heads,
-        num_key_value_heads=max(1, size.heads // 4),
-        num_hidden_layers=size.layers,
-        intermediate_size=3 * size.width,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=max(512, size.length),
-        use_cache=False,
+        **_layers(size), **_text(size), num_key_value_heads=heads, intermediate_size=3 * size.width, use_cache=False
     )
     inputs = {"input_ids": _tokens(size), "attention_mask": _padding(size)}
     return Case(
@@ -218,16 +215,7 @@ def _vit(size: Size) -> Case:
     from transformers import ViTConfig, ViTModel
 
     side = int(size.length**0.5) * 8
-    config = ViTConfig(
-        hidden_size=size.width,
-        num_attention_heads=size.heads,
-        num_hidden_layers=size.layers,
-        intermediate_size=4 * size.width,
-        image_size=side,
-        patch_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = ViTConfig(**_layers(size), **_NO_DROPOUT, intermediate_size=4 * size.width, image_size=side, patch_size=8)
     inputs = {"pixel_values": torch.randn(size.batch, 3, side, side)}
     model = ViTModel(_as_written(config), add_pooling_layer=False)
     return Case(name="vit", model=model, inputs=inputs, sites=size.layers, output=_last_hidden_state)
@@ -272,7 +260,6 @@ def _resnet(size: Size) -> Case:
 
 
 def _unet(size: Size) -> Case:
-
     text, side = 3 * size.width // 4, max(16, math.isqrt(size.length))
     inputs = {
         "sample": torch.randn(size.batch, 4, side, side),

@@ -7,6 +7,7 @@ and what another user owns or may write to is not read (docs/security.md). Secre
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -43,6 +44,11 @@ def note_use(path: Path) -> None:
 def used() -> list[Path]:
     """The files that this process went by or wrote, as far as they are still there."""
     return [path for path in list(_used) if path.is_file()]
+
+
+def key_of(*parts: object) -> str:
+    """The key of a value: a hash of all that it depends on."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
 
 
 class _OtherVersionError(Exception):

@@ -46,33 +46,19 @@ KINDS: Final[dict[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing that differs; equal ones of several places are one, with a count.
+    """One thing that differs; equal ones of several places are one, with a count."""
 
-    Attributes:
-        kind: a key of `KINDS`.
-        what: the operator, subgraph, pass, option or software.
-        sentence: what differs, in one sentence.
-        graph: identity of the graph, or empty where it is about all.
-        part: `forward`, `backward`, `inference`, or empty.
-        before: how it was, as text; empty if it was not there.
-        after: how it is, likewise.
-        places: up to eight module paths, `file:line` or identities of subgraphs that it is about.
-        count: how many places it is about.
-        reasons: why it is as it is now, where that was recorded.
-        significant: whether it makes the two reports different; names of machines do not.
-    """
-
-    kind: str
-    what: str
-    sentence: str
-    graph: str = ""
-    part: str = ""
-    before: str = ""
-    after: str = ""
-    places: tuple[str, ...] = ()
-    count: int = 1
-    reasons: tuple[Reason, ...] = ()
-    significant: bool = True
+    kind: str  # a key of `KINDS`
+    what: str  # the operator, subgraph, pass, option or software
+    sentence: str  # what differs, in one sentence
+    graph: str = ""  # identity of the graph, or empty where it is about all
+    part: str = ""  # `forward`, `backward`, `inference`, or empty
+    before: str = ""  # how it was, as text; empty if it was not there
+    after: str = ""  # how it is, likewise
+    places: tuple[str, ...] = ()  # up to eight module paths, `file:line` or identities of subgraphs that it is about
+    count: int = 1  # how many places it is about
+    reasons: tuple[Reason, ...] = ()  # why it is as it is now, where that was recorded
+    significant: bool = True  # whether it makes the two reports different; names of machines do not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,23 +78,14 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AuditDiff:
-    """What differs between two reports.
+    """What differs between two reports."""
 
-    Attributes:
-        before: the summary line of the first.
-        after: the summary line of the second.
-        changes: what differs, the most urgent first.
-        measures: times and memory of both.
-        time_threshold: growth of a time that is a change, as a part of what it was; None for none.
-        memory_threshold: likewise of memory.
-    """
-
-    before: str
-    after: str
-    changes: tuple[Change, ...] = ()
-    measures: tuple[Measure, ...] = ()
-    time_threshold: float | None = None
-    memory_threshold: float | None = None
+    before: str  # the summary line of the first
+    after: str  # the summary line of the second
+    changes: tuple[Change, ...] = ()  # what differs, the most urgent first
+    measures: tuple[Measure, ...] = ()  # times and memory of both
+    time_threshold: float | None = None  # growth of a time that is a change, as a part of what it was; None for none
+    memory_threshold: float | None = None  # likewise of memory
 
     @property
     def differs(self) -> bool:

@@ -23,33 +23,20 @@ STATES: Final[dict[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fallen:
-    """An operator, a subgraph or a graph that is on eager although a compiler was asked first.
+    """An operator, a subgraph or a graph that is on eager although a compiler was asked first."""
 
-    Attributes:
-        state: a key of `STATES`.
-        why: the selector or the acknowledgement that makes it not count, or empty.
-        graph: id of the Dynamo graph.
-        part: `forward`, `backward`, `inference`, or empty for a whole graph.
-        node: name of the node, or empty for a subgraph.
-        subgraph: id of its subgraph, or empty if that is not known.
-        ops: count of each operator; of a subgraph, of those alone that are of this state.
-        nodes: how many operators it is.
-        source: `file:line`, or empty.
-        module: module path, or empty.
-        reasons: why it is on eager, one for each lowering that was asked before.
-    """
-
-    state: str
-    graph: str
-    part: str
-    why: str = ""
-    node: str = ""
-    subgraph: str = ""
+    state: str  # a key of `STATES`
+    graph: str  # id of the Dynamo graph
+    part: str  # `forward`, `backward`, `inference`, or empty for a whole graph
+    why: str = ""  # the selector or the acknowledgement that makes it not count, or empty
+    node: str = ""  # name of the node, or empty for a subgraph
+    subgraph: str = ""  # id of its subgraph, or empty if that is not known
+    # Count of each operator; of a subgraph, of those alone that are of this state.
     ops: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    nodes: int = 1
-    source: str = ""
-    module: str = ""
-    reasons: tuple[Reason, ...] = ()
+    nodes: int = 1  # how many operators it is
+    source: str = ""  # `file:line`, or empty
+    module: str = ""  # module path, or empty
+    reasons: tuple[Reason, ...] = ()  # why it is on eager, one for each lowering that was asked before
 
     @property
     def name(self) -> str:
@@ -60,31 +47,19 @@ class Fallen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a budget says of one report.
+    """What a budget says of one report."""
 
-    Attributes:
-        name: of the report: its file, or empty.
-        audit: the report.
-        budget: the bounds.
-        fallen: everything that is on eager, what counts first.
-        nodes: how many operators count.
-        share: their part of the work, from 0 to 1; that of a subgraph counts as a whole if any operator of it does.
-        basis: what the work is counted in, `flops` or `nodes`; `none` if it is not known.
-        notes: what is wrong with the list of acknowledgements, and what of it is about nothing here.
-        compared: whether only what a baseline does not have counts.
-        allow_unfinished: whether a report passes of which something has no end.
-    """
-
-    name: str
-    audit: Report
-    budget: FallbackBudget
-    fallen: tuple[Fallen, ...] = ()
-    nodes: int = 0
+    name: str  # of the report: its file, or empty
+    audit: Report  # the report
+    budget: FallbackBudget  # the bounds
+    fallen: tuple[Fallen, ...] = ()  # everything that is on eager, what counts first
+    nodes: int = 0  # how many operators count
+    # Their part of the work, from 0 to 1; that of a subgraph counts as a whole if any operator of it does.
     share: float = 0.0
-    basis: str = "none"
-    notes: tuple[str, ...] = ()
-    compared: bool = False
-    allow_unfinished: bool = False
+    basis: str = "none"  # what the work is counted in, `flops` or `nodes`; `none` if it is not known
+    notes: tuple[str, ...] = ()  # what is wrong with the list of acknowledgements, and what of it is about nothing here
+    compared: bool = False  # whether only what a baseline does not have counts
+    allow_unfinished: bool = False  # whether a report passes of which something has no end
 
     @property
     def unfinished(self) -> tuple[Unfinished, ...]:
@@ -168,13 +143,9 @@ _BASES: Final = {"flops": "FLOPs", "nodes": "operators"}
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Fallbacks of one state, operator and cause, which a view shows as one.
+    """Fallbacks of one state, operator and cause, which a view shows as one."""
 
-    Attributes:
-        items: all of them, at least one.
-    """
-
-    items: tuple[Fallen, ...]
+    items: tuple[Fallen, ...]  # all of them, at least one
 
     @property
     def first(self) -> Fallen:

@@ -82,7 +82,7 @@ def _measured(
     if not candidates:
         _record_by_rule(graph, rule, "none of the candidates is there")
         return rule
-    key = results.key_of(gm, graph, candidates, list(refused))
+    key = results.result_key(gm, graph, candidates, list(refused))
     known = results.RESULTS.read(key)[0] if graph.policy.verdicts == "use" else None
     if known is not None:
         option = _named(known, candidates)

@@ -1,7 +1,6 @@
 """Stored results of measuring, so that later processes build the winner without measuring again."""
 
 import dataclasses
-import hashlib
 import platform
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from omnicomp._torch.inductor.frozen import inductor_settings
-from omnicomp._torch.inductor.store import JsonStore
+from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.analysis.hashes import exact_hash
 from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.backend.select.candidates import Option
@@ -29,9 +28,9 @@ class Kept:
     candidates: tuple[Candidate, ...] = ()
 
 
-def key_of(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], refused: Sequence[str]) -> str:
+def result_key(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], refused: Sequence[str]) -> str:
     """Hash of all that the result depends on: graph, options, candidates with versions, torch and the machine."""
-    parts = (
+    return key_of(
         exact_hash(list(gm.graph.nodes)),
         graph_digest(graph.policy, graph.device),
         [(option.name, option.lowerings, option.version) for option in options],
@@ -43,7 +42,6 @@ def key_of(gm: GraphModule, graph: CapturedGraph, options: Sequence[Option], ref
         platform.machine(),
         processor(),
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _dump(result: Kept) -> dict[str, Any]:
@@ -64,4 +62,4 @@ def _load(data: Any) -> Kept:
 
 
 RESULTS: Final = JsonStore[Kept]("choices", _dump, _load)
-"""By the key of `key_of`; what can't be read is measured again."""
+"""By the key of `result_key`; what can't be read is measured again."""

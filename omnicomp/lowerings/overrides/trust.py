@@ -5,7 +5,6 @@ An override that was found wrong once is not used on that device any more, whate
 edited.
 """
 
-import hashlib
 import platform
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.inductor.store import JsonStore
+from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.analysis.hashes import size_class
 from omnicomp.lowerings.overrides.declaration import Override
 from omnicomp.safety.forks import new_lock
@@ -106,8 +105,7 @@ def forget() -> None:
 
 
 def _key(item: Override, device: torch.device, case: str = "") -> str:
-    parts = (item.name, item.digest, torch.__version__, _device_name(device), case)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return key_of(item.name, item.digest, torch.__version__, _device_name(device), case)
 
 
 def _device_name(device: torch.device) -> str:

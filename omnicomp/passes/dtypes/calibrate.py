@@ -10,7 +10,6 @@ Results are cached by the graph, in the process and on disk, and not by the valu
 """
 
 import dataclasses
-import hashlib
 import math
 import time
 import types
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.inductor.store import JsonStore
+from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp.analysis.hashes import exact_hash
 from omnicomp.analysis.nodes import op_name, submodules
@@ -367,11 +366,10 @@ def _key(item: "DtypePass", bound: Bound, root: GraphModule, context: "PassConte
     regions = [exact_hash(list(region.graph.nodes), names=True) for region in _regions(root)]
     sample = bound.sample
     named = "" if sample is None else f"{sample.__module__}.{sample.__qualname__} {_code(sample)}"
-    parts = (
+    return key_of(
         *(regions, repr(item.policy), repr(bound.error), bound.reference, named),
         *(device, hardware, context.training, torch.__version__, package_digest()),
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
 
 
 def _code(sample: Any) -> str:

@@ -6,7 +6,6 @@ process, and on disk next to omnicomp's other caches. What else the machine does
 """
 
 import dataclasses
-import hashlib
 import platform
 import time
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.dtypes import undisturbed
-from omnicomp._torch.inductor.store import JsonStore
+from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.devices import Device
 from omnicomp.devices.cpu import cpu_flags, instruction_set
 from omnicomp.options.dtype_policy import DtypePolicy, short
@@ -90,8 +89,7 @@ def _measure(dtype: torch.dtype, key: str) -> Speed:
 
 def _key(dtype: torch.dtype) -> str:
     processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), sorted(cpu_flags()))
-    parts = (torch.__version__, processor, torch.get_num_threads(), str(dtype), SIZE)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return key_of(torch.__version__, processor, torch.get_num_threads(), str(dtype), SIZE)
 
 
 def _load(data: Any) -> Speed:

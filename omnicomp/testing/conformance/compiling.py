@@ -77,6 +77,15 @@ def _compiled(
     return torch.compile(function, backend=backend, **options)(*inputs)
 
 
+def _equals_eager(session: Session, backend: str, **options: Any) -> None:
+    model, x = _block()
+    with torch.no_grad():
+        wanted = model(x)
+        got = _compiled(session, backend, model.to(session.type), [session.on(x)], **options)
+    on_device(session, got)
+    session.close(got, wanted, 1e-3)
+
+
 def _needs_inductor(session: Session) -> None:
     if "inductor" not in session.device.lowerings:
         raise CheckSkipped("Inductor is not registered for it")
@@ -85,34 +94,19 @@ def _needs_inductor(session: Session) -> None:
 @check("inductor.forward", "see which piece of the registration fails: omnicomp doctor --device NAME")
 def _inductor_forward(session: Session) -> str:
     _needs_inductor(session)
-    model, x = _block()
-    with torch.no_grad():
-        wanted = model(x)
-        got = _compiled(session, "inductor", model.to(session.type), [session.on(x)])
-    on_device(session, got)
-    session.close(got, wanted, 1e-3)
+    _equals_eager(session, "inductor")
     return "equals eager on the CPU"
 
 
 @check("omni.forward", "read omnicomp.audit() of the call for the reason")
 def _omni_forward(session: Session) -> str:
-    model, x = _block()
-    with torch.no_grad():
-        wanted = model(x)
-        got = _compiled(session, "omni", model.to(session.type), [session.on(x)])
-    on_device(session, got)
-    session.close(got, wanted, 1e-3)
+    _equals_eager(session, "omni")
     return _ran_as_planned(session)
 
 
 @check("omni.eager", "see that each operator of the graph runs in eager on the device")
 def _omni_eager(session: Session) -> str:
-    model, x = _block()
-    with torch.no_grad():
-        wanted = model(x)
-        got = _compiled(session, "omni", model.to(session.type), [session.on(x)], options={"lowerings": ["eager"]})
-    on_device(session, got)
-    session.close(got, wanted, 1e-3)
+    _equals_eager(session, "omni", options={"lowerings": ["eager"]})
     return _ran_as_planned(session)
 
 
