@@ -4,9 +4,11 @@
 library of it. The audit is in the package. What only Python can run is refused by name before anything is built.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +35,7 @@ from omnicomp.backend.block_overrides import override_blocks
 from omnicomp.backend.capture import CapturedGraph, capture_graph
 from omnicomp.backend.options import policy_of
 from omnicomp.backend.outcome import ending
+from omnicomp.backend.package_inputs import check_inputs, describe_inputs
 from omnicomp.backend.run_passes import run_passes
 from omnicomp.builder.placement import place
 from omnicomp.builder.record import PartRecord
@@ -53,6 +56,8 @@ log = logger("omnicomp")
 _AUDIT: Final = "omnicomp_audit.json"
 _INSTRUCTIONS: Final = "omnicomp_instructions.txt"
 _OPERATORS: Final = "omnicomp_operators.txt"
+_INPUTS: Final = "omnicomp_inputs.json"
+_WHERE: Final = "omnicomp_weights.txt"
 _WEIGHTS: Final = ("inside", "beside")
 
 
@@ -106,6 +111,8 @@ def package(
     path = Path(path)
     if path.suffix != ".pt2" or weights not in _WEIGHTS:
         raise SaveError("a package is a file whose name ends in .pt2, and weights is 'inside' or 'beside'")
+    if not path.absolute().parent.is_dir():
+        raise SaveError(f"{path} can't be written: {path.parent} is no folder")
     policy = policy_of(mode, options)
     _check(policy)
     try:
@@ -116,6 +123,7 @@ def package(
     with torch.no_grad(), ending() as end:
         end.state = "saved"
         module, inputs = aoti.graph_of(program)
+        described = describe_inputs(inputs, aoti.ranges_of(program))
         graph = capture_graph(module, inputs, policy, options)
         end.graph = graph.id
         graph = override_blocks(module, graph)
@@ -125,7 +133,13 @@ def package(
         files, operators = _built(passed.module, passed.in_force, args, kwargs or {}, graph, weights)
     report = build(event for event in current().events()[began:] if event.graph == graph.id)
     try:
-        texts = {_AUDIT: report.to_json(), _INSTRUCTIONS: " ".join(instructions()), _OPERATORS: " ".join(operators)}
+        texts = {
+            _AUDIT: report.to_json(),
+            _INSTRUCTIONS: " ".join(instructions()),
+            _OPERATORS: " ".join(operators),
+            _INPUTS: described,
+            _WHERE: weights,
+        }
         aoti.write(path, files, texts)
         if weights == "beside":
             torch.save(aoti.constants_of(program), _beside(path))
@@ -164,9 +178,10 @@ def load_package(path: str | os.PathLike[str], *, device_index: int = -1) -> Pac
                 f"{path} calls {', '.join(missing)}, which this process does not have: load the library or import the "
                 "module that registers it first"
             )
-        model: Any = aoti.load(path, device_index)
+        check = partial(check_inputs, json.loads(texts[_INPUTS])) if _INPUTS in texts else None
+        model: Any = aoti.load(path, device_index, check)
         audit = Audit.of(from_json(texts[_AUDIT], str(path))) if _AUDIT in texts else None
-        if _beside(path).exists():
+        if texts.get(_WHERE) == "beside":
             store.check_trusted(_beside(path).stat(), _beside(path), group=False)
             wanted = set(model.get_constant_fqns())
             found = torch.load(_beside(path), weights_only=True, mmap=True)

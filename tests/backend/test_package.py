@@ -283,6 +283,33 @@ def test_a_processor_that_lacks_instructions_is_an_error(
         omnicomp.load_package(path)
 
 
+def test_only_weights_that_belong_to_a_package_are_loaded_with_it(
+    built: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a package that was there before are not, and without its own a package would end the process."""
+    model, path = nn.Linear(2, 2).eval(), tmp_path / "model.pt2"
+    got: list[dict[str, Tensor]] = []
+    loaded = types.SimpleNamespace(
+        get_constant_fqns=lambda: ["weight", "bias"], load_constants=lambda found, **_: got.append(found)
+    )
+    monkeypatch.setattr(aoti, "load", lambda *_: loaded)
+    monkeypatch.setattr(aoti, "read_texts", lambda path: ast.literal_eval(path.read_text()))
+    for weights in ("beside", "inside"):
+        omnicomp.package(model, (torch.ones(1, 2),), path, weights=weights)
+        omnicomp.load_package(path)
+    [found] = got
+    assert set(found) == {"weight", "bias"}
+    omnicomp.package(model, (torch.ones(1, 2),), path, weights="beside")
+    path.with_name("model.pt2.weights").unlink()
+    with pytest.raises(SaveError, match=r"model\.pt2\.weights"):
+        omnicomp.load_package(path)
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_captured(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="is no folder"):
+        omnicomp.package(nn.Linear(2, 2), (X,), tmp_path / "none" / "model.pt2")
+
+
 BESIDE = """
 import sys, torch, omnicomp
 from torch import nn
@@ -295,6 +322,10 @@ else:
     loaded = omnicomp.load_package(sys.argv[2])
     assert "inductor" in loaded.audit.to_text()
     with torch.no_grad(): torch.testing.assert_close(loaded(x), model(x))
+    for wrong in ((x[:2],), (torch.randn(8, 3).t(),), (x, x), ()):
+        try: loaded(*wrong)
+        except ValueError: continue
+        raise AssertionError(wrong)
     assert not torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
     print("equal")
 """

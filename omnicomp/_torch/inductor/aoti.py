@@ -11,8 +11,10 @@ from torch._C._aoti import AOTIModelPackageLoader
 from torch._export.utils import _compiling_state_context
 from torch._inductor.compile_fx import _aoti_flatten_inputs, compile_fx_aot, compile_fx_inner
 from torch.export import ExportedProgram
+from torch.export._tree_utils import reorder_kwargs
 from torch.export.pt2_archive._package import AOTICompiledModel, PT2ArchiveReader, _load_extra_files, package_pt2
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_loads
 
 from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.fx import describe
@@ -92,10 +94,39 @@ def read_texts(path: Path) -> dict[str, str]:
         return _load_extra_files(archive, archive.get_file_names())
 
 
-def load(path: Path, device_index: int) -> AOTICompiledModel:
-    """The model of a package, which can be called."""
+class _Checking(AOTICompiledModel):
+    """A model that sees its inputs first: the code takes inputs of any sizes and strides."""
+
+    def __init__(self, loader: AOTIModelPackageLoader, check: Callable[[Sequence[Any]], None]) -> None:
+        super().__init__(loader)
+        self._check = check
+        self._in, self._out = map(treespec_loads, loader.get_call_spec())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        leaves, spec = tree_flatten((args, reorder_kwargs(kwargs, self._in)))
+        if spec != self._in:
+            raise ValueError(f"the package takes inputs as {self._in}, and got {spec}")
+        self._check(leaves)
+        results = self.loader.boxed_run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return tree_unflatten(results, self._out)
+
+
+def load(path: Path, device_index: int, check: Callable[[Sequence[Any]], None] | None) -> AOTICompiledModel:
+    """The model of a package, which can be called; `check` gets the leaves of its inputs before each call."""
     # Not by `load_pt2`: to warn of a package from another processor, it asks the C++ compiler what this one can do.
-    return AOTICompiledModel(AOTIModelPackageLoader(os.fspath(path), _MODEL, False, 1, device_index))
+    loader = AOTIModelPackageLoader(os.fspath(path), _MODEL, False, 1, device_index)
+    return AOTICompiledModel(loader) if check is None else _Checking(loader, check)
+
+
+def ranges_of(program: ExportedProgram) -> dict[str, tuple[int, int | None]]:
+    """The least and the largest value of each symbol; the largest is None if there is none."""
+    found: dict[Any, Any] = program.range_constraints
+    return {
+        str(symbol): (int(each.lower), int(each.upper) if each.upper.is_Integer else None)
+        for symbol, each in found.items()
+        if each.lower.is_Integer
+    }
 
 
 def exported(
