@@ -255,7 +255,7 @@ def _put_overrides(part: GraphModule, graph: CapturedGraph, inputs: Sequence[Any
 
 def _is_own(item: Override) -> bool:
     """Whether an override is omni's, so that nobody asked for it by name."""
-    return item.function.__module__.startswith("omnicomp.")
+    return str(item.function.__module__).startswith("omnicomp.")
 
 
 def _put_override(node: Node, call: PlannedCall, graph: CapturedGraph, wrong: str) -> None:

@@ -78,12 +78,47 @@ def test_functions_of_one_text_differ_by_what_they_close_over() -> None:
         ({"op": torch.sin}, "operator overload"),
         ({"op": torch.ops.aten.add_.Tensor}, "changes its inputs"),
         ({"reference": torch.sin}, "example="),
+        ({"op": torch.ops.aten.sin.default, "devices": "cpu"}, "takes device types"),
+        ({"op": torch.ops.aten.sin.default, "dtypes": ("float32",)}, "takes dtypes"),
+        ({"op": torch.ops.aten.sin.default, "dtypes": torch.float32}, "takes dtypes"),
+        ({"op": torch.ops.aten.sin.default, "check": True}, "check= takes a function"),
+        ({"op": torch.ops.aten.cumsum.default}, "does not take the arguments of aten::cumsum"),
     ],
 )
 def test_a_wrong_declaration_is_answered_by_one_sentence(options: dict, words: str) -> None:
     with pytest.raises(OverrideError, match=words):
         omnicomp.override(name=NAME, **options)(lambda x: x)
     assert all(item.name != NAME for item in registered())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"check": lambda x: x.no_such_field}, "the check of the override test_override raised: "),
+        ({"check": lambda x: True}, "returned neither None nor a Reason"),
+        ({"devices": ("cpuu",)}, "has no kernel for these arguments"),
+    ],
+)
+def test_a_declaration_that_is_wrong_in_a_call_costs_that_operator_alone(options: dict, words: str) -> None:
+    declare([], **options)
+    x = torch.rand(5) + 1
+    compiled = torch.compile(
+        lambda x: torch.digamma(x) * 2, backend="omni", options={"lowerings": ["override", "eager"], "summary": False}
+    )
+    torch.testing.assert_close(compiled(x), torch.digamma(x) * 2)
+    (fallback,) = omnicomp.audit().fallbacks
+    assert fallback.op == "aten.digamma.default"
+    assert words in fallback.reasons[0].sentence
+
+
+def test_a_function_without_a_module_can_be_an_override() -> None:
+    names = {"torch": torch}
+    exec("def own(x):\n    return torch.special.digamma(x)", names)
+    omnicomp.override(op=torch.ops.aten.digamma.default, name=NAME)(names["own"])
+    x = torch.rand(5) + 1
+    compiled = torch.compile(torch.digamma, backend="omni", options={"lowerings": ["override", "eager"]})
+    torch.testing.assert_close(compiled(x), torch.digamma(x))
+    assert omnicomp.audit().shares == {"override": 1.0}
 
 
 def test_an_operator_is_replaced_and_the_override_runs() -> None:

@@ -17,7 +17,7 @@ from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.analysis.nodes import evaluate, fake_value
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects
-from omnicomp.lowerings.overrides.declaration import Override, refused
+from omnicomp.lowerings.overrides.declaration import Override, raised, refused
 from omnicomp.lowerings.overrides.rewrite import excluded, found_wrong
 from omnicomp.timeline import Reason
 
@@ -188,12 +188,7 @@ def _ask(item: Override, block: Block, arguments: dict[str, Node]) -> None:
         named = {name: value for name, value in fakes.items() if name in own}
         if "block" in inspect.signature(item.check).parameters:
             named["block"] = block
-        try:
-            reason = item.check(*positional, **named)
-        except CONTROL_FLOW:
-            raise
-        except Exception as error:
-            raise Refused(raised(item, f"the check of the override {item.name} raised", error)) from error
+        reason = item.checked(*positional, **named)
     if reason is not None:
         raise Refused(reason)
 
@@ -245,14 +240,3 @@ def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{list(value.shape)} {value.dtype} on {value.device}, strides {list(value.stride())}"
-
-
-def raised(item: Override, sentence: str, error: Exception) -> Reason:
-    """The reason why a block is left where something raised while it was judged."""
-    first = str(error).split("\n", 1)[0]
-    return refused(
-        item,
-        f"{sentence}: {first}" if first else sentence,
-        observed=type(error).__name__,
-        lever="try the override's fake kernel and check on fake tensors of these shapes",
-    )

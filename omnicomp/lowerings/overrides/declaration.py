@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from omnicomp._torch.autograd import overrides as torch_overrides
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.timeline import Reason
 
 Check = Callable[..., Reason | None]
@@ -109,7 +110,7 @@ class Override:
         own = (self.reference, self.check, self.backward, self.setup_context, self.excerpt, self.search)
         own = (*torch_overrides.functions_of(self.declared), *own)
         # Those that ship are declared by `sources` as whole files, which are read faster than parsed.
-        for item in () if self.function.__module__.startswith("omnicomp.") else own:
+        for item in () if str(self.function.__module__).startswith("omnicomp.") else own:
             if item is not None:
                 value.update(_source(item))
         for path in self.sources:
@@ -121,7 +122,26 @@ class Override:
         reason = self.unfit((*args, *kwargs.values()))
         if reason is not None:
             return reason
-        return self.check(*args, **kwargs) if self.check is not None else None
+        return self.checked(*args, **kwargs)
+
+    def checked(self, *args: Any, **kwargs: Any) -> Reason | None:
+        """What its own check says of these (fake) arguments; one that raises, or gives no `Reason`, refuses them."""
+        if self.check is None:
+            return None
+        try:
+            reason: Any = self.check(*args, **kwargs)
+        except CONTROL_FLOW:
+            raise
+        except Exception as error:  # noqa: BLE001 - becomes the reason
+            return raised(self, f"the check of the override {self.name} raised", error)
+        if reason is None or isinstance(reason, Reason):
+            return reason
+        return refused(
+            self,
+            f"the check of the override {self.name} returned neither None nor a Reason",
+            observed=repr(reason),
+            lever="return None to take the call, or an omnicomp.timeline.Reason to refuse it",
+        )
 
     def unfit(self, values: Sequence[Any]) -> Reason | None:
         """Why the declaration rules these (fake) arguments out: device or dtype."""
@@ -162,6 +182,17 @@ def refused(item: Override, sentence: str, *, observed: str = "", needed: str = 
     """The reason why an override is not used where it matched."""
     return Reason(
         code="override_refused", by=item.name, sentence=sentence, observed=observed, needed=needed, lever=lever
+    )
+
+
+def raised(item: Override, sentence: str, error: Exception) -> Reason:
+    """The reason why an override is not used where something raised while that was judged."""
+    first = str(error).split("\n", 1)[0]
+    return refused(
+        item,
+        f"{sentence}: {first}" if first else sentence,
+        observed=type(error).__name__,
+        lever="try the override's fake kernel and check on fake tensors of these shapes",
     )
 
 

@@ -122,6 +122,7 @@ def override(
         OverrideError: the declaration is incomplete or contradicts itself, or the name is taken.
     """
     _check_form(op, module, search, reference, example, operators)
+    _check_values(devices, dtypes, check)
     if training not in (None, True, FORWARD_ONLY):
         raise OverrideError(f"training= takes True or {FORWARD_ONLY!r}, not {training!r}")
     if isinstance(priority, bool) or not isinstance(priority, int):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -203,6 +204,15 @@ def _check_form(op: Any, module: Any, search: Any, reference: Any, example: Any,
         raise OverrideError(f"reference= takes a function, not {reference!r}")
 
 
+def _check_values(devices: Any, dtypes: Any, check: Any) -> None:
+    if isinstance(devices, str) or not all(isinstance(each, str) for each in devices):
+        raise OverrideError(f"devices= takes device types such as ('cpu', 'cuda'), not {devices!r}")
+    if isinstance(dtypes, torch.dtype) or not all(isinstance(each, torch.dtype) for each in dtypes):
+        raise OverrideError(f"dtypes= takes dtypes such as (torch.float32, torch.bfloat16), not {dtypes!r}")
+    if check is not None and not callable(check):
+        raise OverrideError(f"check= takes a function, not {check!r}")
+
+
 def _is_module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.nn.Module)
 
@@ -221,6 +231,13 @@ def _define(name: str, op: OpOverload, function: Function) -> Any:
     """Make a custom operator with the schema of `op` that runs `function`; its fake kernel is `op` itself."""
     if op._schema.is_mutable:
         raise OverrideError(f"{op} changes its inputs; only operators that do not can be overridden")
+    needed = [argument for argument in op._schema.arguments if not argument.has_default_value()]
+    by_name = {argument.name: None for argument in needed if argument.kwarg_only}
+    try:
+        plain = inspect.signature(torch_overrides.python_function(function))
+        plain.bind(*(None for argument in needed if not argument.kwarg_only), **by_name)
+    except TypeError as error:
+        raise OverrideError(f"{name!r} does not take the arguments of {op._schema}: {error}") from None
     unique = _unique(name)
     schema = str(op._schema)
     _library.define(unique + schema[schema.index("(") :])
@@ -335,9 +352,18 @@ def digest(disabled: Sequence[str], chosen: Sequence[str] | None = None) -> str:
     for item in enabled(disabled, chosen):
         value.update(item.digest.encode())
         # What was compiled before an override was found wrong calls it, and must not come back from a cache.
-        if any(distrusted(item, torch.device(device)) is not None for device in item.devices or ("cpu", "cuda")):
+        devices = item.devices or ("cpu", "cuda")
+        if any(distrusted(item, torch.device(each)) is not None for each in devices if _is_device(each)):
             value.update(b"found wrong")
     return value.hexdigest()[:16]
+
+
+def _is_device(type: str) -> bool:
+    """Whether torch knows a type of devices of this name; one from outside may not have been named yet."""
+    try:
+        return bool(torch.device(type).type)
+    except RuntimeError:
+        return False
 
 
 def select(entries: Sequence[Any]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, storage
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
-from omnicomp.lowerings.overrides.admission import Refused, raised
-from omnicomp.lowerings.overrides.declaration import Override, refused
+from omnicomp.lowerings.overrides.admission import Refused
+from omnicomp.lowerings.overrides.declaration import Override, raised, refused
 from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering, excluded, found_wrong
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
@@ -241,12 +241,7 @@ def _unfit(item: Override, found: Found) -> Reason | None:
     if reason is not None or item.check is None:
         return reason
     wanted = inspect.signature(item.check).parameters
-    try:
-        return item.check(**{name: value for name, value in fakes.items() if name in wanted})
-    except CONTROL_FLOW:
-        raise
-    except Exception as error:
-        raise Refused(raised(item, f"the check of the override {item.name} raised", error)) from error
+    return item.checked(**{name: value for name, value in fakes.items() if name in wanted})
 
 
 def _unlike(new: Any, old: torch.Tensor) -> str:
