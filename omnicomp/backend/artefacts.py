@@ -48,21 +48,13 @@ _INSTRUCTIONS: Final = re.compile(r"avx|sse|ssse|fma|f16c|bmi|adx|popcnt|movbe|a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a file of artefacts says of itself.
+    """What a file of artefacts says of itself."""
 
-    Attributes:
-        made_for: versions, sources, device and machine; all of it has to be the same where it is loaded.
-        instructions: of the processor; where it is loaded, it needs all of them.
-        compiler: that built what it holds; for people.
-        entries: kind, name and size of each, in the order of their contents.
-        signed: whether the file has a signature.
-    """
-
-    made_for: dict[str, str]
-    instructions: tuple[str, ...]
-    compiler: str
-    entries: tuple[tuple[str, str, int], ...]
-    signed: bool = False
+    made_for: dict[str, str]  # versions, sources, device and machine; all of it has to be the same where it is loaded
+    instructions: tuple[str, ...]  # of the processor; where it is loaded, it needs all of them
+    compiler: str  # that built what it holds; for people
+    entries: tuple[tuple[str, str, int], ...]  # kind, name and size of each, in the order of their contents
+    signed: bool = False  # whether the file has a signature
 
 
 def save(path: str | os.PathLike[str], *, key: str | bytes | None = None) -> Artefacts:

@@ -62,59 +62,37 @@ _AUTOTUNING: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a worker is told beside the graph.
+    """What a worker is told beside the graph."""
 
-    Attributes:
-        record: of the graph.
-        capture: its event, in JSON types.
-        policy: the options.
-        device: its type.
-        training: whether gradients are computed.
-    """
-
-    record: GraphRecord
-    capture: dict[str, Any]
-    policy: Policy
-    device: str
-    training: bool
+    record: GraphRecord  # of the graph
+    capture: dict[str, Any]  # its event, in JSON types
+    policy: Policy  # the options
+    device: str  # its type
+    training: bool  # whether gradients are computed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a worker is asked for.
+    """What a worker is asked for."""
 
-    Attributes:
-        graph: with its task, as `shipping.pack` made it.
-        values: inputs to look at and to measure on, as `samples.packed` made them; may be empty.
-        policy: options that are otherwise in this build.
-        variant: the name of the variant that it is for; empty for the graph as Dynamo passed it.
-        sizes: of the call that it is for, by symbol; empty for those that Dynamo traced with.
-    """
-
-    graph: bytes
-    values: bytes = b""
+    graph: bytes  # with its task, as `shipping.pack` made it
+    values: bytes = b""  # inputs to look at and to measure on, as `samples.packed` made them; may be empty
+    # Options that are otherwise in this build.
     policy: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    variant: str = ""
+    variant: str = ""  # the name of the variant that it is for; empty for the graph as Dynamo passed it
+    # Of the call that it is for, by symbol; empty for those that Dynamo traced with.
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a worker returns.
+    """What a worker returns."""
 
-    Attributes:
-        events: what was recorded, in JSON types.
-        state: the compiled graph; None if there is none.
-        sizes: the sizes that it is right for.
-        error: why there is no compiled graph.
-        kept_here: whether there is one that can't leave the worker.
-    """
-
-    events: tuple[dict[str, Any], ...]
-    state: State | None = None
-    sizes: late_compile.SizeGuards | None = None
-    error: str = ""
-    kept_here: bool = False
+    events: tuple[dict[str, Any], ...]  # what was recorded, in JSON types
+    state: State | None = None  # the compiled graph; None if there is none
+    sizes: late_compile.SizeGuards | None = None  # the sizes that it is right for
+    error: str = ""  # why there is no compiled graph
+    kept_here: bool = False  # whether there is one that can't leave the worker
 
 
 def build_behind(

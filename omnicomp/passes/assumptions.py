@@ -63,30 +63,19 @@ _MOST_BYTES: Final = 1 << 28
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Assumption:
-    """Something that a variant of a graph takes for granted, and how to see whether it is so.
+    """Something that a variant of a graph takes for granted, and how to see whether it is so."""
 
-    Attributes:
-        check: a graph that neither writes nor draws random numbers. It returns one bool tensor of no dimensions, or
-            the `MaskParts` of a mask, if the assumption is about one.
-        inputs: names of the placeholders of the Dynamo graph that the check takes, in order.
-        sentence: the assumption, for example "the padding mask is full".
-        saves: what it saves, for people.
-        source: `file:line` of the value that it is about.
-        bytes: what the check reads and writes, for the sizes seen at compile time.
-        input_bytes: how much of that are the inputs.
-        accepts: kinds of `MaskClass` that a variant can be made for, if it is about a mask.
-        holds: the class that is assumed of the mask; None if it is no mask.
-    """
-
+    # A graph that neither writes nor draws random numbers. It returns one bool tensor of no dimensions, or the
+    # `MaskParts` of a mask, if the assumption is about one.
     check: GraphModule | TextGraph
-    inputs: tuple[str, ...]
-    sentence: str
-    saves: str = ""
-    source: str = ""
-    bytes: int = 0
-    input_bytes: int = 0
-    accepts: frozenset[str] = frozenset()
-    holds: MaskClass | None = None
+    inputs: tuple[str, ...]  # names of the placeholders of the Dynamo graph that the check takes, in order
+    sentence: str  # the assumption, for example "the padding mask is full"
+    saves: str = ""  # what it saves, for people
+    source: str = ""  # `file:line` of the value that it is about
+    bytes: int = 0  # what the check reads and writes, for the sizes seen at compile time
+    input_bytes: int = 0  # how much of that are the inputs
+    accepts: frozenset[str] = frozenset()  # kinds of `MaskClass` that a variant can be made for, if it is about a mask
+    holds: MaskClass | None = None  # the class that is assumed of the mask; None if it is no mask
 
     def as_text(self) -> "Assumption":
         """The same assumption, in a form that pickles.
@@ -176,15 +165,10 @@ def assumption(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Added:
-    """A part of a mask that is added to the scores.
+    """A part of a mask that is added to the scores."""
 
-    Attributes:
-        node: of a floating-point dtype, (batch, heads, queries, keys), each maybe 1.
-        hides: numbers up to this one hide a key.
-    """
-
-    node: Node
-    hides: float
+    node: Node  # of a floating-point dtype, (batch, heads, queries, keys), each maybe 1
+    hides: float  # numbers up to this one hide a key
 
 
 def mask_assumption(

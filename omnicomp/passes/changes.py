@@ -26,27 +26,18 @@ _MOST_WHOLE: Final = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """A part of a graph before and after a pass.
+    """A part of a graph before and after a pass."""
 
-    Attributes:
-        before: it as it was.
-        after: it as it is, with the same placeholders and as many outputs.
-        at: the node of the new graph that stands for it.
-        nodes: names of the nodes that the pass put there.
-        whole: whether it is the whole graph, because of what is written to in it.
-        wider: the same part, cut farther up; None if it can't be.
-        read: the same part and what reads its result, which may be right where the result differs: the other operand of
-            a sum, or the input of a view. None if that has an effect.
-        undo: has the new graph compute it as the old one did; None if that can't be told from the rest.
-    """
-
-    before: GraphModule
-    after: GraphModule
-    at: Node
-    nodes: tuple[str, ...] = ()
-    whole: bool = False
-    wider: Callable[[], "Change | None"] = lambda: None
+    before: GraphModule  # it as it was
+    after: GraphModule  # it as it is, with the same placeholders and as many outputs
+    at: Node  # the node of the new graph that stands for it
+    nodes: tuple[str, ...] = ()  # names of the nodes that the pass put there
+    whole: bool = False  # whether it is the whole graph, because of what is written to in it
+    wider: Callable[[], "Change | None"] = lambda: None  # the same part, cut farther up; None if it can't be
+    # The same part and what reads its result, which may be right where the result differs: the other operand of a sum,
+    # or the input of a view. None if that has an effect.
     read: Callable[[], "Change | None"] = lambda: None
+    # Has the new graph compute it as the old one did; None if that can't be told from the rest.
     undo: Callable[[], None] | None = None
 
 

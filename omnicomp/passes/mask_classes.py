@@ -46,18 +46,12 @@ class MaskClass:
     | `first` | data says so; each query sees the first key |
     | `rows` | data says so; each query sees a key |
     | `general` | data says so |
-
-    Attributes:
-        kind: one of the above.
-        left: see above.
-        right: see above.
-        length: see above.
     """
 
-    kind: str
-    left: int | None = None
-    right: int | None = None
-    length: int | None = None
+    kind: str  # one of the above
+    left: int | None = None  # see above
+    right: int | None = None  # see above
+    length: int | None = None  # see above
 
     def __str__(self) -> str:
         if self.kind == "band":

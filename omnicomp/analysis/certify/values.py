@@ -45,29 +45,18 @@ def into_constant(error: Unsupported) -> bool:
 
 @dataclasses.dataclass
 class State:
-    """What one run of a graph keeps.
+    """What one run of a graph keeps."""
 
-    Attributes:
-        threshold: fills at or below it count as minus infinity.
-        draws: the random draws so far, as their kind, number of elements and probability.
-        seeds: how many seeds were drawn so far.
-        opaque: names of the operators that were not interpreted.
-        degree: the largest degree of a numerator or denominator so far.
-        compared: whether the order of two numbers was asked for.
-        lift: whether constants become residues when they are made, so that data can be written to them.
-        device: where constants are made.
-        watch: called with each node, its arguments and its result.
-    """
-
-    threshold: float = -math.inf
+    threshold: float = -math.inf  # fills at or below it count as minus infinity
+    # The random draws so far, as their kind, number of elements and probability.
     draws: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
-    seeds: int = 0
-    opaque: set[str] = dataclasses.field(default_factory=set)
-    degree: int = 1
-    compared: bool = False
-    lift: bool = False
-    device: torch.device = _CPU
-    watch: Callable[[Any, Any, Any, Any], None] | None = None
+    seeds: int = 0  # how many seeds were drawn so far
+    opaque: set[str] = dataclasses.field(default_factory=set)  # names of the operators that were not interpreted
+    degree: int = 1  # the largest degree of a numerator or denominator so far
+    compared: bool = False  # whether the order of two numbers was asked for
+    lift: bool = False  # whether constants become residues when they are made, so that data can be written to them
+    device: torch.device = _CPU  # where constants are made
+    watch: Callable[[Any, Any, Any, Any], None] | None = None  # called with each node, its arguments and its result
 
 
 _state: Final[contextvars.ContextVar[State]] = contextvars.ContextVar("state")
@@ -90,25 +79,16 @@ def running(kept: State) -> Generator[State]:
 
 @dataclasses.dataclass(slots=True)
 class Number:
-    """Residues without the coat of a tensor.
+    """Residues without the coat of a tensor."""
 
-    Attributes:
-        payload: [COUNT, *shape], int64, or bool.
-        big: [COUNT, *shape], float64, or None: minus infinity or a fill that is to be added to an element.
-        logs: [COUNT, *shape], int64, or None: numbers whose logarithms are to be added.
-        low: how many of the lowest levels are meaningless.
-        logs_low: the same of `logs`.
-        degree: bounds of the degrees of numerator and denominator.
-        known: the value as float64, for constants of the program.
-    """
-
-    payload: torch.Tensor
+    payload: torch.Tensor  # [COUNT, *shape], int64, or bool
+    # [COUNT, *shape], float64, or None: minus infinity or a fill that is to be added to an element.
     big: torch.Tensor | None = None
-    logs: torch.Tensor | None = None
-    low: int = 0
-    degree: tuple[int, int] = (1, 0)
-    known: torch.Tensor | None = None
-    logs_low: int = 0
+    logs: torch.Tensor | None = None  # [COUNT, *shape], int64, or None: numbers whose logarithms are to be added
+    low: int = 0  # how many of the lowest levels are meaningless
+    degree: tuple[int, int] = (1, 0)  # bounds of the degrees of numerator and denominator
+    known: torch.Tensor | None = None  # the value as float64, for constants of the program
+    logs_low: int = 0  # the same of `logs`
 
 
 class Residue(torch.Tensor):

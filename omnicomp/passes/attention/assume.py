@@ -93,29 +93,17 @@ def settle_plain(
 
 @dataclasses.dataclass(kw_only=True)
 class _Wish:
-    """What would help a site to be known of its mask.
+    """What would help a site to be known of its mask."""
 
-    Attributes:
-        device: that the attention runs on.
-        groups: the axes of batch, heads, queries and keys.
-        keep: the conditions on data, all of which a key has to meet; None for none.
-        added: what is added to the scores and may hide keys.
-        accepts: kinds of classes that something is done about.
-        is_causal: whether the best of them leaves a causal mask, rather than none.
-        guarded: elements of the mask that has to be looked through for rows without a key.
-        name: of the mask as it is.
-        flops: operations of the attention.
-    """
-
-    device: torch.device
-    groups: _Groups
-    keep: Term | None
-    added: list[Term]
-    accepts: frozenset[str]
-    is_causal: bool
-    guarded: int
-    name: str
-    flops: int
+    device: torch.device  # that the attention runs on
+    groups: _Groups  # the axes of batch, heads, queries and keys
+    keep: Term | None  # the conditions on data, all of which a key has to meet; None for none
+    added: list[Term]  # what is added to the scores and may hide keys
+    accepts: frozenset[str]  # kinds of classes that something is done about
+    is_causal: bool  # whether the best of them leaves a causal mask, rather than none
+    guarded: int  # elements of the mask that has to be looked through for rows without a key
+    name: str  # of the mask as it is
+    flops: int  # operations of the attention
 
     @classmethod
     def of(cls, site: Site, form: Form, masking: Masking, session: Session) -> "_Wish | None":

@@ -89,27 +89,16 @@ def read_call(op: Op, trace: Trace, reader: Reader) -> Site:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Queries, keys and values of a call, and the axes that address them.
+    """Queries, keys and values of a call, and the axes that address them."""
 
-    Attributes:
-        operands: what is behind them.
-        at: the position along each dimension of the output.
-        key: the key index.
-        feature: the index of what is multiplied.
-        scale: product of the constant factors that were taken out of queries and keys.
-        factors: other such factors.
-        size: the head size.
-        dtype: of the output.
-    """
-
-    operands: tuple[Operand, Operand, Operand]
-    at: At
-    key: Position
-    feature: Position
-    scale: float
-    factors: list[Scale]
-    size: Any
-    dtype: torch.dtype
+    operands: tuple[Operand, Operand, Operand]  # what is behind them
+    at: At  # the position along each dimension of the output
+    key: Position  # the key index
+    feature: Position  # the index of what is multiplied
+    scale: float  # product of the constant factors that were taken out of queries and keys
+    factors: list[Scale]  # other such factors
+    size: Any  # the head size
+    dtype: torch.dtype  # of the output
 
 
 def read_operands(

@@ -113,21 +113,13 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Late:
-    """A softmax whose sum divides the product with the values, `(e @ v) / e.sum(-1, keepdim=True)`.
+    """A softmax whose sum divides the product with the values, `(e @ v) / e.sum(-1, keepdim=True)`."""
 
-    Attributes:
-        product: the product of exponentials and values.
-        total: the sum of the exponentials; the product itself where a column of ones among the values makes it.
-        division: the one by the other, or times its reciprocal.
-        above: what is divided.
-        divisor: what `division` reads of the sum, or of its reciprocal.
-    """
-
-    product: Op
-    total: Op
-    division: Op
-    above: Value
-    divisor: Value
+    product: Op  # the product of exponentials and values
+    total: Op  # the sum of the exponentials; the product itself where a column of ones among the values makes it
+    division: Op  # the one by the other, or times its reciprocal
+    above: Value  # what is divided
+    divisor: Value  # what `division` reads of the sum, or of its reciprocal
 
 
 def normalized_later(op: Op) -> Late | None:

@@ -52,17 +52,11 @@ class _Old:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Combined:
-    """A product that was written as several.
+    """A product that was written as several."""
 
-    Attributes:
-        products: the new products with the values.
-        new: all new nodes, in their order; the last one took the place of the old product.
-        old: the nodes that are gone, in their order.
-    """
-
-    products: tuple[Node, ...]
-    new: tuple[Node, ...]
-    old: tuple[_Old, ...]
+    products: tuple[Node, ...]  # the new products with the values
+    new: tuple[Node, ...]  # all new nodes, in their order; the last one took the place of the old product
+    old: tuple[_Old, ...]  # the nodes that are gone, in their order
 
     def settle(self) -> bool:
         """Write it as it was, unless one of the products was fused.

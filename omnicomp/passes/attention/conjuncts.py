@@ -30,15 +30,11 @@ class Conjunct:
     | `query padding` | data at the batch and the query, or at the query alone | |
     | `document` | data at the query equals the same data at the key | |
     | `data` | any other that depends on data | |
-
-    Attributes:
-        kind: one of the above.
-        clause: the condition.
-        parameters: ints, or SymPy expressions of symbolic sizes.
     """
 
-    kind: str
-    clause: Clause
+    kind: str  # one of the above
+    clause: Clause  # the condition
+    # Ints, or SymPy expressions of symbolic sizes.
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     @functools.cached_property

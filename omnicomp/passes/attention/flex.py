@@ -51,37 +51,22 @@ _AT_ONCE: Final = 1 << 24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexSpec:
-    """An attention as FlexAttention takes it.
+    """An attention as FlexAttention takes it."""
 
-    Attributes:
-        query: node of a tensor [B, Hq, Q, D].
-        key: [B, Hk, K, D]; Hk divides Hq, and neighbouring queries' heads share a head of the keys.
-        value: [B, Hk, K, Dv].
-        scale: factor of the scores.
-        score: what goes into the softmax, where `Scores` stands for scale * query @ key; None if that itself does.
-        keep: a bool, whether a query attends to a key; None if every query attends to every key.
-        batch: the axes that the first dimension of `query` is made of, most significant first.
-        heads: those of the second dimension.
-        query_axes: those of the third dimension.
-        key_axes: those of the third dimension of `key`.
-        leaf: the node that holds the tensor of a `Read`; it precedes the place of insertion.
-        return_lse: whether the log-sum-exp of the scores is wanted, too.
-        training: whether gradients may flow.
-    """
-
-    query: Node
-    key: Node
-    value: Node
-    scale: float
+    query: Node  # node of a tensor [B, Hq, Q, D]
+    key: Node  # [B, Hk, K, D]; Hk divides Hq, and neighbouring queries' heads share a head of the keys
+    value: Node  # [B, Hk, K, Dv]
+    scale: float  # factor of the scores
+    # What goes into the softmax, where `Scores` stands for scale * query @ key; None if that itself does.
     score: Term | None = None
-    keep: Term | None = None
-    batch: tuple[Axis, ...]
-    heads: tuple[Axis, ...]
-    query_axes: tuple[Axis, ...]
-    key_axes: tuple[Axis, ...]
-    leaf: Callable[[Any], Node]
-    return_lse: bool = False
-    training: bool = False
+    keep: Term | None = None  # a bool, whether a query attends to a key; None if every query attends to every key
+    batch: tuple[Axis, ...]  # the axes that the first dimension of `query` is made of, most significant first
+    heads: tuple[Axis, ...]  # those of the second dimension
+    query_axes: tuple[Axis, ...]  # those of the third dimension
+    key_axes: tuple[Axis, ...]  # those of the third dimension of `key`
+    leaf: Callable[[Any], Node]  # the node that holds the tensor of a `Read`; it precedes the place of insertion
+    return_lse: bool = False  # whether the log-sum-exp of the scores is wanted, too
+    training: bool = False  # whether gradients may flow
 
 
 def unsupported(spec: FlexSpec, *, dropout: float = 0.0) -> str | None:

@@ -185,21 +185,13 @@ class Unbounded(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bounds of terms over the blocks of an attention, each a tensor that broadcasts to [B, H, rows, columns].
+    """Bounds of terms over the blocks of an attention, each a tensor that broadcasts to [B, H, rows, columns]."""
 
-    Attributes:
-        call: `call(function, *args, **kwargs)` makes a tensor, or a node.
-        indices: where the axes of the terms lie.
-        values: makes the values of terms, which broadcast to [B, H, rows, 128, columns, 128].
-        number: the value of a symbolic number, as `call` takes it.
-        device: where the tensors live.
-    """
-
-    call: Callable[..., Any]
-    indices: Indices
-    values: Values
-    number: Callable[[Any], Any]
-    device: torch.device
+    call: Callable[..., Any]  # `call(function, *args, **kwargs)` makes a tensor, or a node
+    indices: Indices  # where the axes of the terms lie
+    values: Values  # makes the values of terms, which broadcast to [B, H, rows, 128, columns, 128]
+    number: Callable[[Any], Any]  # the value of a symbolic number, as `call` takes it
+    device: torch.device  # where the tensors live
 
     def blocks(self, keep: Term, valid: Sequence[Any]) -> _Pair:
         """Which blocks may have an element that is kept, and which can have no other.

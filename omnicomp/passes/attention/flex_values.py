@@ -97,23 +97,15 @@ class Indices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What makes values: the nodes of a graph, or tensors.
+    """What makes values: the nodes of a graph, or tensors."""
 
-    Attributes:
-        call: `call(function, *args, **kwargs)`.
-        index: batch, head, query and key index.
-        read: the element of a `Read`; it gets a function that makes the value of a position.
-        number: the value of a symbolic number; others as they are.
-        score: the score in float32, or None.
-        tanh: the hyperbolic tangent of what depends on the score.
-    """
-
-    call: Callable[..., Any]
-    index: tuple[Any, ...]
+    call: Callable[..., Any]  # `call(function, *args, **kwargs)`
+    index: tuple[Any, ...]  # batch, head, query and key index
+    # The element of a `Read`; it gets a function that makes the value of a position.
     read: Callable[[Read, Callable[[Position], Any]], Any]
-    number: Callable[[Any], Any]
-    score: Any = None
-    tanh: Callable[..., Any] = torch.tanh
+    number: Callable[[Any], Any]  # the value of a symbolic number; others as they are
+    score: Any = None  # the score in float32, or None
+    tanh: Callable[..., Any] = torch.tanh  # the hyperbolic tangent of what depends on the score
 
 
 class Values:

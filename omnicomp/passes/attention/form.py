@@ -41,25 +41,15 @@ _UNKNOWN: Final[_Range] = (-math.inf, math.inf)
 
 @dataclasses.dataclass(kw_only=True)
 class Form:
-    """Scores as `scale * factors * (q . k) + mask`.
+    """Scores as `scale * factors * (q . k) + mask`."""
 
-    Attributes:
-        scale: a number.
-        factors: other factors, which depend on batch axes only.
-        mask: the steps that make the mask from zero, in order.
-        heads: how many of the last axes of `Site.batch`, as ordered in `batch`, are heads.
-        batch: the axes of batches and heads; those that keys and values lack come last.
-        shared: the axes that keys and values lack: grouped heads.
-        inner: steps on the scaled scores before the mask, which only FlexAttention can take.
-    """
-
-    scale: float
-    factors: list[Scale]
-    mask: list[Step]
-    batch: tuple[Axis, ...]
-    heads: int
-    shared: tuple[Axis, ...]
-    inner: tuple[Step, ...] = ()
+    scale: float  # a number
+    factors: list[Scale]  # other factors, which depend on batch axes only
+    mask: list[Step]  # the steps that make the mask from zero, in order
+    batch: tuple[Axis, ...]  # the axes of batches and heads; those that keys and values lack come last
+    heads: int  # how many of the last axes of `Site.batch`, as ordered in `batch`, are heads
+    shared: tuple[Axis, ...]  # the axes that keys and values lack: grouped heads
+    inner: tuple[Step, ...] = ()  # steps on the scaled scores before the mask, which only FlexAttention can take
 
     def groups(self, site: Site) -> tuple[tuple[Axis, ...], ...]:
         """The axes of the four dimensions of the scores: batch, heads, queries, keys."""

@@ -45,19 +45,13 @@ _DERIVATIVES: Final = frozenset(("_grad_increment_nesting", "_jvp_increment_nest
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """Fuses the attention of a graph.
+    """Fuses the attention of a graph."""
 
-    Attributes:
-        name: of the pass.
-        dtype_policy: the policy that lowers the fused operators afterwards; which kernel is the best depends on it.
-        eager_random: whether dropout has to draw the random numbers that eager draws; then it is not fused.
-        seconds: that a graph may spend on timing candidates; 0: kernels are chosen by rule.
-    """
-
-    name: str
+    name: str  # of the pass
+    # The policy that lowers the fused operators afterwards; which kernel is the best depends on it.
     dtype_policy: DtypePolicy
-    eager_random: bool
-    seconds: float
+    eager_random: bool  # whether dropout has to draw the random numbers that eager draws; then it is not fused
+    seconds: float  # that a graph may spend on timing candidates; 0: kernels are chosen by rule
 
     def fuse_all(self, module: GraphModule, context: PassContext) -> bool:
         """Rewrite every site that is understood and profitable, and report the others; whether any was."""

@@ -186,15 +186,10 @@ Atom: TypeAlias = Variable | Quotient | Remainder
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """The sum of `coefficient * atom` over `terms`, plus `constant`; two equal forms are equal as objects.
+    """The sum of `coefficient * atom` over `terms`, plus `constant`; two equal forms are equal as objects."""
 
-    Attributes:
-        terms: pairs of an atom and its coefficient, which is never 0.
-        constant: the rest.
-    """
-
-    terms: frozenset[tuple[Atom, Size]] = frozenset()
-    constant: Size = 0
+    terms: frozenset[tuple[Atom, Size]] = frozenset()  # pairs of an atom and its coefficient, which is never 0
+    constant: Size = 0  # the rest
 
     @classmethod
     def of(cls, coefficients: Mapping[Atom, Size], constant: Size) -> "Linear":

@@ -20,23 +20,16 @@ _ROLES: Final = ("batch", "heads", "query", "key")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masking:
-    """What the steps of a mask do.
+    """What the steps of a mask do."""
 
-    Attributes:
-        mask: what is known of the keys that every query attends; None if no step hides any.
-        keep: the same as a term over the site's axes; None if no step hides any.
-        biases: the steps that hide nothing, as far as is known.
-        finite: whether a row with no key left is an average in eager; otherwise it is NaN, or it is not known.
-        known: the class that what depends on data is assumed to be of, if it says all of it; then that is left out.
-        nonempty: whether every query is assumed to see a key, with all that is added.
-    """
-
-    mask: Mask | None = None
-    keep: Term | None = None
-    biases: tuple[Step, ...] = ()
+    mask: Mask | None = None  # what is known of the keys that every query attends; None if no step hides any
+    keep: Term | None = None  # the same as a term over the site's axes; None if no step hides any
+    biases: tuple[Step, ...] = ()  # the steps that hide nothing, as far as is known
+    # Whether a row with no key left is an average in eager; otherwise it is NaN, or it is not known.
     finite: bool = True
+    # The class that what depends on data is assumed to be of, if it says all of it; then that is left out.
     known: MaskClass | None = None
-    nonempty: bool = False
+    nonempty: bool = False  # whether every query is assumed to see a key, with all that is added
 
     @property
     def name(self) -> str:

@@ -30,36 +30,25 @@ _NAMED = {"index": "index predicate", "data": "unknown"}
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Mask:
-    """What is known of a mask.
+    """What is known of a mask."""
 
-    Attributes:
-        name: for people: `none`, `causal`, `causal, offset 3`, `sliding window of 128`, `causal and padding`,
-            `unknown`, …
-        conjuncts: the conditions, all of which a key has to meet; none if every key is attended.
-        is_full: every query attends every key.
-        is_causal: the mask is `k <= q`, and nothing else: aligned at the top left, whatever the sizes.
-        offset: the conditions on indices alone are `k <= q + offset`, together with `window` where that is set; None
-            if they are anything else. An int, or a SymPy expression of the graph's symbols.
-        window: the conditions on indices alone are `q - left <= k <= q + right`, as (left, right); right is None
-            where only the left is bounded. None if they are anything else, or if the left is not bounded.
-        bottom_right: `offset` is the number of keys less the number of queries.
-        rows_nonempty: every query attends a key, whatever the data.
-        keys_nonempty: every key is attended by the query of its own index, whatever the data.
-        depends_on_data: some condition does.
-        proof: how the conditions on indices were decided: `algebra`, `evaluation`, or nothing if they were not.
-    """
-
+    # For people: `none`, `causal`, `causal, offset 3`, `sliding window of 128`, `causal and padding`, `unknown`, ….
     name: str
+    # The conditions, all of which a key has to meet; none if every key is attended.
     conjuncts: tuple[Conjunct, ...] = ()
-    is_full: bool = False
-    is_causal: bool = False
+    is_full: bool = False  # every query attends every key
+    is_causal: bool = False  # the mask is `k <= q`, and nothing else: aligned at the top left, whatever the sizes
+    # The conditions on indices alone are `k <= q + offset`, together with `window` where that is set; None if they are
+    # anything else. An int, or a SymPy expression of the graph's symbols.
     offset: Any = None
+    # The conditions on indices alone are `q - left <= k <= q + right`, as (left, right); right is None where only the
+    # left is bounded. None if they are anything else, or if the left is not bounded.
     window: tuple[Any, Any] | None = None
-    bottom_right: bool = False
-    rows_nonempty: bool = False
-    keys_nonempty: bool = False
-    depends_on_data: bool = False
-    proof: str = ""
+    bottom_right: bool = False  # `offset` is the number of keys less the number of queries
+    rows_nonempty: bool = False  # every query attends a key, whatever the data
+    keys_nonempty: bool = False  # every key is attended by the query of its own index, whatever the data
+    depends_on_data: bool = False  # some condition does
+    proof: str = ""  # how the conditions on indices were decided: `algebra`, `evaluation`, or nothing if they were not
 
     @functools.cached_property
     def term(self) -> Term:

@@ -23,15 +23,11 @@ _Pieces: TypeAlias = list[tuple[_Condition, Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Piecewise:
-    """A term that takes finitely many known values.
+    """A term that takes finitely many known values."""
 
-    Attributes:
-        dtype: of the term.
-        pieces: (condition, value) in order: the first condition that is true gives the value, as `where` upon `where`
-            does; the last condition is the number true. The values are what the program's dtypes make of them.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the term
+    # (condition, value) in order: the first condition that is true gives the value, as `where` upon `where` does; the
+    # last condition is the number true. The values are what the program's dtypes make of them.
     pieces: tuple[tuple[Term, float], ...]
 
     @property

@@ -27,25 +27,16 @@ class TooComplex(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Literal:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        term: the comparison as a term.
-        relation: `le`, `eq` or `ne`, for `form <= 0`, `form == 0`, `form != 0`; `opaque`.
-        form: what is compared with zero; nothing for an opaque literal.
-        name: equal for the same opaque predicate; None otherwise.
-        positive: False for the negation of the opaque predicate `name`.
-        roles: the indices on which it depends.
-        data: whether it depends on data.
-    """
-
-    term: Term
-    relation: str
+    term: Term  # the comparison as a term
+    relation: str  # `le`, `eq` or `ne`, for `form <= 0`, `form == 0`, `form != 0`; `opaque`
+    # What is compared with zero; nothing for an opaque literal.
     form: Linear = dataclasses.field(default_factory=Linear)
-    name: Hashable = None
-    positive: bool = True
-    roles: frozenset[str] = frozenset()
-    data: bool = False
+    name: Hashable = None  # equal for the same opaque predicate; None otherwise
+    positive: bool = True  # False for the negation of the opaque predicate `name`
+    roles: frozenset[str] = frozenset()  # the indices on which it depends
+    data: bool = False  # whether it depends on data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -30,59 +30,40 @@ from omnicomp.passes.dtypes.rules import decide
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The fused attention that was inserted for a site.
+    """The fused attention that was inserted for a site."""
 
-    Attributes:
-        node: its output, in shape, dtype and layout of the site's output.
-        target: the operator that was called.
-        detail: what it was told and which kernel that takes, for the timeline.
-        kernel: the one that it is pinned to, or an empty string.
-        timed: milliseconds of the candidates that were timed for it.
-    """
-
-    node: Node
-    target: str
-    detail: str
-    kernel: str = ""
+    node: Node  # its output, in shape, dtype and layout of the site's output
+    target: str  # the operator that was called
+    detail: str  # what it was told and which kernel that takes, for the timeline
+    kernel: str = ""  # the one that it is pinned to, or an empty string
+    # Milliseconds of the candidates that were timed for it.
     timed: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 @dataclasses.dataclass
 class Session:
-    """What one run of the pass over one graph keeps.
+    """What one run of the pass over one graph keeps."""
 
-    Attributes:
-        module: the module of the graph.
-        trace: what its nodes compute.
-        reader: reads the trace.
-        context: the pass' context.
-        dtype_policy: what lowers the operands of a fused kernel afterwards.
-        eager_random: whether dropout has to draw the random numbers that eager draws.
-        shared: tensors made for one site that others can use: masks.
-        blocks: what FlexAttention's sites share.
-        maskings: what masks hide, by their meaning.
-        asked: the assumptions that were made for maskings.
-        relied_on: the maskings of sites that were fused.
-        read_last: the masking that was asked for last, which is that of the site in hand.
-        budget: the time that may go into timing candidates.
-        kernels: which kernel an attention takes, by its operands and arguments.
-        timed: milliseconds of the candidates, by the node of the site's output.
-    """
-
-    module: GraphModule
-    trace: Trace
-    reader: Reader
-    context: PassContext
-    dtype_policy: DtypePolicy = PRESETS["keep"]
-    eager_random: bool = False
+    module: GraphModule  # the module of the graph
+    trace: Trace  # what its nodes compute
+    reader: Reader  # reads the trace
+    context: PassContext  # the pass' context
+    dtype_policy: DtypePolicy = PRESETS["keep"]  # what lowers the operands of a fused kernel afterwards
+    eager_random: bool = False  # whether dropout has to draw the random numbers that eager draws
+    # Tensors made for one site that others can use: masks.
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
-    blocks: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+    blocks: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])  # what FlexAttention's sites share
+    # What masks hide, by their meaning.
     maskings: dict[Any, Masking] = dataclasses.field(default_factory=dict[Any, Masking])
+    # The assumptions that were made for maskings.
     asked: dict[Any, Assumption] = dataclasses.field(default_factory=dict[Any, Assumption])
-    relied_on: set[Any] = dataclasses.field(default_factory=set[Any])
-    read_last: Any = None
+    relied_on: set[Any] = dataclasses.field(default_factory=set[Any])  # the maskings of sites that were fused
+    read_last: Any = None  # the masking that was asked for last, which is that of the site in hand
+    # The time that may go into timing candidates.
     budget: Budget = dataclasses.field(default_factory=lambda: Budget(0.0))
+    # Which kernel an attention takes, by its operands and arguments.
     kernels: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+    # Milliseconds of the candidates, by the node of the site's output.
     timed: dict[Node, dict[str, float]] = dataclasses.field(default_factory=dict[Node, dict[str, float]])
 
     @functools.cached_property

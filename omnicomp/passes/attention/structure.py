@@ -12,19 +12,13 @@ from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexSpace:
-    """The axes over which the scores of one site run; each index is a mixed-radix number.
+    """The axes over which the scores of one site run; each index is a mixed-radix number."""
 
-    Attributes:
-        batch: axes of the batch index `b`, most significant first, none of them split; none for a single batch.
-        heads: axes of the head index `h`.
-        query: axes of the query index `q`.
-        key: axes of the key index `k`.
-    """
-
+    # Axes of the batch index `b`, most significant first, none of them split; none for a single batch.
     batch: tuple[Axis, ...]
-    heads: tuple[Axis, ...]
-    query: tuple[Axis, ...]
-    key: tuple[Axis, ...]
+    heads: tuple[Axis, ...]  # axes of the head index `h`
+    query: tuple[Axis, ...]  # axes of the query index `q`
+    key: tuple[Axis, ...]  # axes of the key index `k`
 
     @classmethod
     def of(

@@ -27,15 +27,10 @@ class MaskDisagreement(AssertionError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Band:
-    """`q - left <= k <= q + right`; None is no bound. `right` of nothing and `left` of nothing is every key.
+    """`q - left <= k <= q + right`; None is no bound. `right` of nothing and `left` of nothing is every key."""
 
-    Attributes:
-        left: how many keys before its own position a query sees.
-        right: how many keys after it.
-    """
-
-    left: int | None = None
-    right: int | None = None
+    left: int | None = None  # how many keys before its own position a query sees
+    right: int | None = None  # how many keys after it
 
 
 class Table:

@@ -42,15 +42,11 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Which element along one dimension of a tensor: `start` + the mixed-radix number of the axes.
+    """Which element along one dimension of a tensor: `start` + the mixed-radix number of the axes."""
 
-    Attributes:
-        axes: the digits, most significant first; none is the constant `start` (a broadcast dimension, a `select`).
-        start: first element, a number or a symbolic one (a slice).
-    """
-
+    # The digits, most significant first; none is the constant `start` (a broadcast dimension, a `select`).
     axes: tuple[Axis, ...] = ()
-    start: Any = 0
+    start: Any = 0  # first element, a number or a symbolic one (a slice)
 
     def flat(self) -> tuple[Axis, ...]:
         """The digits with every split axis resolved."""
@@ -59,13 +55,9 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Term:
-    """One element of a tensor, as a function of axes.
+    """One element of a tensor, as a function of axes."""
 
-    Attributes:
-        dtype: dtype in which the program holds it.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype in which the program holds it
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,54 +67,34 @@ class Scores(Term):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Number(Term):
-    """A number that no index changes.
+    """A number that no index changes."""
 
-    Attributes:
-        value: a Python number or bool, or a symbolic number of the graph (`torch.SymInt`, `torch.SymFloat`).
-    """
-
-    value: Any
+    value: Any  # a Python number or bool, or a symbolic number of the graph (`torch.SymInt`, `torch.SymFloat`)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Index(Term):
-    """A number made from an index, as `arange` gives: `start + step * position`.
+    """A number made from an index, as `arange` gives: `start + step * position`."""
 
-    Attributes:
-        position: the index.
-        start: value at position 0, a number or a symbolic one.
-        step: difference of neighbours.
-    """
-
-    position: Position
-    start: Any = 0
-    step: Any = 1
+    position: Position  # the index
+    start: Any = 0  # value at position 0, a number or a symbolic one
+    step: Any = 1  # difference of neighbours
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Read(Term):
-    """One element of a tensor that the graph holds.
+    """One element of a tensor that the graph holds."""
 
-    Attributes:
-        value: the tensor; which one is known to whoever made the term. Equal objects are the same tensor.
-        at: the position along each of its dimensions.
-    """
-
-    value: Any
-    at: tuple[Position, ...]
+    value: Any  # the tensor; which one is known to whoever made the term. Equal objects are the same tensor.
+    at: tuple[Position, ...]  # the position along each of its dimensions
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Apply(Term):
-    """A pointwise operation.
+    """A pointwise operation."""
 
-    Attributes:
-        op: one of `OPERATIONS`.
-        args: its operands, already in the dtype in which the operation computes.
-    """
-
-    op: str
-    args: tuple[Term, ...]
+    op: str  # one of `OPERATIONS`
+    args: tuple[Term, ...]  # its operands, already in the dtype in which the operation computes
 
 
 # Names and numbers of operands. `cast` rounds to its own dtype; `where` takes (condition, then, otherwise); `and`,

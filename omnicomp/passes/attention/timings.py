@@ -36,17 +36,11 @@ _known: Final[dict[str, "Timed"]] = {}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What was found for one attention.
+    """What was found for one attention."""
 
-    Attributes:
-        best: the name of the fastest candidate.
-        times: milliseconds by candidate.
-        failed: why the others could not be timed.
-    """
-
-    best: str
-    times: dict[str, float]
-    failed: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    best: str  # the name of the fastest candidate
+    times: dict[str, float]  # milliseconds by candidate
+    failed: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # why the others could not be timed
 
     def __str__(self) -> str:
         """One phrase with the times, the fastest first."""
