@@ -5,9 +5,9 @@
 The models are those of transformers, timm and diffusers by their configurations, shrunk, with random weights; what is
 not installed is left out, and said. Without `--build`, Inductor's code generation is replaced by the graph that it
 would get, so that structure and values of many models take seconds: values are compared with those of
-`regions="never"`, which have to be equal in every bit. With it, both are built by Inductor, from an empty cache folder,
-and their calls take turns: `speed` is the time of `never` over that of `always`, and `compile` the time of the first
-call with `always` over that with `never`.
+`regions="never"`, which have to be equal in every bit. With it, both are built by Inductor, and their calls take turns:
+`speed` is the time of `never` over that of `always`, and `compile` the time of the first call with `always` over that
+with `never`.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 import omnicomp
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import compile_fx
+from omnicomp.timeline.events import Retreat
 
 LAYERS: Final = int(os.environ.get("LAYERS", "6"))
 WIDTH: Final = 64
@@ -209,7 +210,7 @@ MODELS: Final[dict[str, Model]] = {
 }
 
 
-def _interpreted(module: Any, inputs: Any, record: str, lookups: Any, fallback: bytes = b"", **more: Any) -> Any:
+def _interpreted(module: Any, inputs: Any, *_: Any, **more: Any) -> Any:
     """In place of Inductor: the graph that it would have got."""
     graph = copy_module(module)
 
@@ -264,6 +265,8 @@ def side(model: nn.Module, inputs: dict[str, Any], regions: str, arguments: argp
     rows = [row for graph in omnicomp.audit().graphs for row in graph.subgraphs]
     repeats = {f"{row.part} {where}": count for row in rows for where, count in row.repeats.items()}
     left = list(dict.fromkeys(row.left_whole.sentence for row in rows if row.left_whole is not None))
+    if failed := [event for event in omnicomp.timeline.events() if isinstance(event, Retreat)]:
+        raise RuntimeError(f"not built as a whole: {failed[0].reason.sentence}")
     return Side(call, values, first, repeats, left)
 
 
@@ -280,10 +283,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with _generating(arguments.build):
         sides: dict[str, Side] = {}
         for regions in ("never", "always"):
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                fresh_cache(dir=folder) if arguments.build else contextlib.nullcontext(),
-            ):
+            with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder):
                 sides[regions] = side(model, inputs, regions, arguments)
         never, always = sides["never"], sides["always"]
         pairs = list(zip(always.values, never.values, strict=True))
