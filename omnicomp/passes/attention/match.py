@@ -30,6 +30,8 @@ from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import At, Reader, axes_of
 from omnicomp.passes.attention.site import (
+    Add,
+    Emptied,
     Fill,
     MatchEnded,
     Narrow,
@@ -79,7 +81,7 @@ class _Match:
         self.passed: list[Value] = []
         self.dropout = 0.0
         self.undefined = float("nan")
-        self.weights: list[Step] = []
+        self.weights: list[Step | Emptied] = []
         self.sinks: list[Term] = []
 
     def site(self) -> Site:
@@ -151,24 +153,29 @@ class _Match:
     def _drop_repeated(self, site: Site) -> None:
         """Weights that are set to zero where the scores were filled are zero there; so are rows without a key."""
         *others, fill = site.steps or [None]
-        # What else hides a key may leave NaN in a row.
-        if not all(isinstance(step, Scale) for step in others):
+        if not all(isinstance(step, Scale | Add) for step in others):
             return
+        # What is added may hide keys as well, and leave NaN in rows where the fill hides the others.
+        added = any(isinstance(step, Add) for step in others)
         value = number_in(fill.value) if isinstance(fill, Fill) else None
-        if not isinstance(fill, Fill) or not isinstance(value, int | float) or value > SWALLOWS:
+        most = -math.inf if added else SWALLOWS
+        if not isinstance(fill, Fill) or not isinstance(value, int | float) or value > most:
             return
         axes = {"batch": flat(site.batch), "heads": (), "query": flat(site.queries), "key": flat(site.keys)}
 
         def key_of(condition: Term) -> Any:
             return term_key(self.reader.expand(condition), **axes)
 
-        for step in site.weights:
+        for place, step in enumerate(site.weights):
             if (
                 isinstance(step, Fill)
                 and number_in(step.value) == 0
                 and key_of(step.condition) == key_of(fill.condition)
             ):
-                site.weights = [other for other in site.weights if other is not step]
+                if added:
+                    site.weights[place] = Emptied(fill.condition)
+                    return
+                del site.weights[place]
                 site.undefined = 0.0
                 assert site.steps is not None
                 site.steps[-1] = Fill(fill.condition, Number(dtype=fill.value.dtype, value=-math.inf))

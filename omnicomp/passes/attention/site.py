@@ -60,6 +60,13 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
+class Emptied:
+    """The weights of a row are zero if the bool `condition` holds for all of its keys."""
+
+    condition: Term
+
+
+@dataclasses.dataclass(frozen=True)
 class Floor:
     """The scores are not lower than the number `value`."""
 
@@ -183,7 +190,7 @@ class Site:
     steps: list[Step | Narrow] | None = None
     sinks: list[Term] = dataclasses.field(default_factory=list[Term])
     dropout: float = 0.0
-    weights: list[Step] = dataclasses.field(default_factory=list[Step])
+    weights: list[Step | Emptied] = dataclasses.field(default_factory=list[Step | Emptied])
     undefined: float = float("nan")
     chain: set[Node] = dataclasses.field(default_factory=set[Node])
     call: Call | None = None

@@ -405,6 +405,45 @@ def test_weights_set_to_zero_where_the_scores_were_filled(value):
     assert len(backend.of(Rewrite)) == 1
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_set_to_zero_where_scores_with_a_bias_were_filled(training):
+    """Rows that the fill hides whole are zero; a row that the bias hides with it is NaN."""
+    q, k, v, bias = inputs()
+    hidden = torch.ones(2, 1, 6, 8).triu(1).bool()
+    hidden[1, 0, 2] = True
+    bias = bias.clone()
+    bias[..., 3, :4] = -math.inf
+
+    def function(q, k, v):
+        return (q @ k.mT + bias).masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0) @ v
+
+    for value in (q, k, v):
+        value.requires_grad_(training)
+    backend = Backend(training=training)
+    found, eager = compiled(function, backend)(q, k, v), function(q, k, v)
+    torch.testing.assert_close(found, eager, equal_nan=True)
+    assert backend.rewrite()
+    assert not found[1, :, 2].any()
+    assert found[:, :, 3].isnan().all()
+    if training:
+        known = torch.arange(6) != 3
+        made, right = (torch.autograd.grad(out[:, :, known].square().sum(), (q,))[0] for out in (found, eager))
+        torch.testing.assert_close(made[:, :, known], right[:, :, known])
+
+
+@pytest.mark.parametrize("value", [-1e9, torch.finfo(torch.float32).min])
+def test_weights_set_to_zero_where_scores_with_a_bias_got_a_number_stay(value):
+    """A bias may be as low as the number, so that hidden keys take part in the sum."""
+    q, k, v, bias = inputs()
+    hidden = torch.ones(6, 8).triu(1).bool()
+    bias = bias.clone()
+    bias[..., 3, :4] = value
+    backend = fuse(
+        lambda q, k, v: (q @ k.mT + bias).masked_fill(hidden, value).softmax(-1).masked_fill(hidden, 0) @ v, q, k, v
+    )
+    assert backend.of(Rewrite) == []
+
+
 def test_a_tensor_of_one_number_fills_as_the_number_does():
     causal = torch.ones(6, 8).tril(2).bool()
 
