@@ -107,10 +107,11 @@ def wrong_value(
         error: the class.
     """
     words = list(known)
-    listed = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+    shown = [repr(word) if "," in word else word for word in words]
+    listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else "".join(shown)
     text = given if isinstance(given, str) else str(given).removeprefix("torch.")
-    shown = f", for example {example}" if example != "" else ""
-    return error(f"{name} can't {verb} {given!r}; it takes {accepted or listed}{nearest(text, words) or shown}")
+    such = f", for example {example}" if example != "" else ""
+    return error(f"{name} can't {verb} {given!r}; it takes {accepted or listed}{nearest(text, words) or such}")
 
 
 def first_line(error: BaseException) -> str:

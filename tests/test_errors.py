@@ -47,6 +47,7 @@ def test_the_first_line_names_the_error_once() -> None:
             wrong_value("a", "frist", known=("off", "first")),
             "a can't be 'frist'; it takes off or first; did you mean \"first\"?",
         ),
+        (wrong_value("c", 3, known=("a", "a, fast")), "c can't be 3; it takes a or 'a, fast'"),
         (wrong_value("n", -1, "a number", example=8), "n can't be -1; it takes a number, for example 8"),
         (
             wrong_value("n", 0, "a number", example=0, verb="contain"),

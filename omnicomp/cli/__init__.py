@@ -138,7 +138,7 @@ def diff_command(
         str | None, typer.Option(metavar="PERCENT", help="Growth of memory that is one, likewise.")
     ] = None,
 ) -> None:
-    """Say what differs between two runs; the exit status is 0 if nothing does, and else 1."""
+    """Say what differs between two runs. The exit status is 0 if nothing does, and else 1."""
     from omnicomp.cli.diff import run_diff
 
     limits = {
@@ -169,7 +169,7 @@ def check_command(
     format: Annotated[str | None, typer.Option(help="text, markdown, github, junit or json; text if not told.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
 ) -> None:
-    """Judge what fell back to eager; the exit status is 0 within the budget, 1 over it, and 3 if the run has no end."""
+    """Judge what fell back to eager. The exit status is 0 within the budget, 1 over it, 3 without an end or a graph."""
     from omnicomp.cli.check import run_check
 
     code = run_check(
@@ -189,7 +189,7 @@ def check_command(
 def verify_command(
     timeline: Annotated[Path, typer.Argument(help="A timeline of a run with the option certify.")],
 ) -> None:
-    """Check again what passes changed; the exit status is 0 if all of it holds, and else 1."""
+    """Check again what passes changed. The exit status is 0 if all of it holds, and else 1."""
     from omnicomp.cli.verify import run_verify
 
     raise typer.Exit(run_verify(timeline))
@@ -280,7 +280,7 @@ def cache_export_command(file: _File) -> None:
 
 @cache_app.command("import")
 def cache_import_command(file: _File) -> None:
-    """Fill the cache folders from a file; the exit status is 1 if it was made for something else."""
+    """Fill the cache folders from a file. The exit status is 1 if it was made for something else."""
     from omnicomp.cli.cache import import_file
 
     text, missed = import_file(file)
@@ -310,7 +310,7 @@ def cache_prune_command(
         str | None, typer.Option(metavar="N", help="Remove what was not used for the longest time, until N are left.")
     ] = None,
 ) -> None:
-    """Remove files of the cache folders; what is needed again is compiled again."""
+    """Remove files of the cache folders. What is needed again is compiled again."""
     from omnicomp.cli.cache import prune
 
     emit(

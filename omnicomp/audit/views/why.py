@@ -471,7 +471,7 @@ def _as_planned(graph: GraphAudit, found: Sequence[SubgraphAudit]) -> Answer:
         evidence = next((row.evidence for row in same if row.evidence), "")
         proof = f" ({evidence})" if evidence else ""
         steps.append(Step(what=f"{lowering or 'nothing'} has {ids}, as planned{called}{proof}", tone="good"))
-    return Answer(title=f"the rest of it in {graph.id} is where it was planned", steps=tuple(steps))
+    return Answer(title=f"as planned in {graph.id}", steps=tuple(steps))
 
 
 def _grouped(answers: Iterable[Answer]) -> Iterator[Answer]:

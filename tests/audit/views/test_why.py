@@ -98,7 +98,7 @@ def test_a_module_means_what_is_inside_it() -> None:
     for question in ("layers.3.router", "layers.3", "layers.*.router", "layers"):
         titles = [answer.title for answer in why(found, question).answers]
         assert "aten.nonzero.default is on eager" in titles
-    assert why(found, "layers.3.mlp").answers[0].title == "the rest of it in g0 is where it was planned"
+    assert why(found, "layers.3.mlp").answers[0].title == "as planned in g0"
 
 
 def test_the_chain_is_whole() -> None:
