@@ -15,7 +15,17 @@ from torch.fx import Graph, GraphModule, Node
 
 from omnicomp._torch.fx import copy_module, traced_again
 from omnicomp._torch.inductor import own_passes
-from omnicomp.analysis.certify import DRAWS, NO_OVERFLOW, REFUTED, ROUNDING, Assumption, Certificate, check
+from omnicomp.analysis.certify import (
+    DRAWS,
+    FINITE_INPUTS,
+    NO_EMPTY_ROW,
+    NO_OVERFLOW,
+    REFUTED,
+    ROUNDING,
+    Assumption,
+    Certificate,
+    check,
+)
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder.on_failure import write_script
 from omnicomp.errors import first_line
@@ -25,7 +35,7 @@ from omnicomp.passes.certificates import NotCertifiedError, certified
 from omnicomp.passes.changes import Change
 from omnicomp.timeline import Certified, current
 
-_ROUNDED = tuple(map(Assumption, (ROUNDING, NO_OVERFLOW)))
+_ROUNDED = tuple(map(Assumption, (ROUNDING, NO_OVERFLOW, FINITE_INPUTS, NO_EMPTY_ROW)))
 # Attention's patterns take a dropout into the kernel, which draws by itself.
 _RENUMBERED = (*_ROUNDED, Assumption(DRAWS))
 

@@ -1,6 +1,6 @@
 """Certificates for what passes change: each part that changed is checked by what knows nothing of the pass.
 
-`changes` cuts the parts out, `shrink` makes their sizes small, `omnicomp.analysis.certify` compares. A certificate is
+`changes` cuts the parts out, `omnicomp.analysis.certify` compares them at small sizes. A certificate is
 kept by the structure of the part, beside both graphs, so that the layers of a model are one check, and a warm start is
 none. The key holds the version of the package, so that an edited pass or checker begins anew.
 """
@@ -31,11 +31,12 @@ from omnicomp.passes import assumptions as masks
 from omnicomp.passes.changes import Change, UncutError, changes
 from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, load_graph
 from omnicomp.passes.mask_classes import MaskClass
-from omnicomp.passes.shrink import Shrunk, shrunk
 from omnicomp.passes.verdicts import Checker
 from omnicomp.timeline import Certified, Event, NearMiss, Reason, Rewrite
 
 CACHE: Final = "certificates"
+# What a pass has to claim, as it makes other values of values that a program may have.
+_CLAIMED: Final = (certify.FINITE_INPUTS, certify.FINITE_RESULTS, certify.NO_EMPTY_ROW, certify.SIGNED_ZERO)
 _MOST_MASKED: Final = 2**22
 
 
@@ -189,19 +190,15 @@ def _of_cut(
     if kept is not None:
         known[key] = kept
         return dataclasses.replace(event, **_told(kept), key=key, kept=True)
-    small = shrunk(change)
-    if small is None:
-        return dataclasses.replace(event, verdict=certify.ASSUMED, sentence="its values are too many to be compared")
     try:
-        rests = (*own, *_of_sizes(small))
-        found = certify.check(small.before, small.after, assumptions=rests, bound=_bound(own))
+        found = certify.check(change.before, change.after, assumptions=own, bound=_bound(own))
     except Exception as error:  # noqa: BLE001 - becomes the sentence of the event
         sentence = f"the check failed: {first_line(error)}"
         return dataclasses.replace(event, verdict=certify.ASSUMED, sentence=sentence)
     if key:
         known[key] = found
     if key and keeps_caches():
-        before, after = _data(small.before, small.after) or (None, None)
+        before, after = _data(change.before, change.after) or (None, None)
         STORE.write(key, Kept(certificate=found, before=before, after=after, inputs=tuple(inputs)))
     return dataclasses.replace(event, **_told(found), key=key, seconds=found.seconds)
 
@@ -219,10 +216,14 @@ def _read(key: str) -> certify.Certificate | None:
 
 
 def _told(found: certify.Certificate) -> dict[str, Any]:
-    """The fields of an event."""
+    """The fields of an event; where numbers are equal and special values are not, a pass has to say so."""
+    unclaimed = [each.detail for each in found.open if each.kind in _CLAIMED]
+    refuted = bool(unclaimed) and found.verdict != certify.REFUTED
     return {
-        "verdict": found.verdict,
-        "sentence": found.reason,
+        "verdict": certify.REFUTED if refuted else found.verdict,
+        "sentence": f"other values, which the pass does not claim, for {', '.join(unclaimed)}"
+        if refuted
+        else found.reason,
         "methods": tuple(each.name for each in found.methods if each.holds),
         "assumptions": tuple(
             " ".join(filter(None, (each.kind, each.subject, each.detail))) for each in found.assumptions
@@ -230,13 +231,6 @@ def _told(found: certify.Certificate) -> dict[str, Any]:
         "differences": tuple(f"{each.kind}: {each.detail}" for each in found.differences),
         "probability": found.probability or 0.0,
     }
-
-
-def _of_sizes(small: Shrunk) -> tuple[certify.Assumption, ...]:
-    if not small.sizes:
-        return ()
-    sizes = ", ".join(f"{image} for {size}" for size, image in small.sizes.items())
-    return (certify.Assumption(certify.SIZES, detail=sizes),)
 
 
 def _of_mask(item: masks.Assumption, module: GraphModule) -> certify.Assumption | None:

@@ -7,24 +7,28 @@ from typing import Any, Final
 
 FINITE_INPUTS: Final = "finite_inputs"
 NO_OVERFLOW: Final = "no_overflow"
+FINITE_RESULTS: Final = "finite_results"
 NO_EMPTY_ROW: Final = "no_empty_row"
 FILL_HIDES: Final = "fill_hides"
 MASK_CLASS: Final = "mask_class"
 SIZES: Final = "sizes"
 ROUNDING: Final = "rounding"
+SIGNED_ZERO: Final = "signed_zero"
 STRIDES: Final = "strides"
 DTYPES: Final = "dtypes"
 DRAWS: Final = "draws"
 BLOCKS: Final = "blocks"
 
 KINDS: Final[Mapping[str, str]] = {
-    FINITE_INPUTS: "no input holds an infinity or NaN, but for -inf in masks",
+    FINITE_INPUTS: "no input holds an infinity or NaN, but for -inf in masks, and no operator makes one of numbers",
     NO_OVERFLOW: "no intermediate value overflows its dtype",
+    FINITE_RESULTS: "what is finite for inputs of some hundreds may overflow; `no_overflow` says so as well",
     NO_EMPTY_ROW: "each row of a softmax keeps at least one element",
     FILL_HIDES: "an element filled with a number at or below `detail` (default -10000) has the weight zero",
     MASK_CLASS: "the input `subject` has the values of the class `detail`",
     SIZES: "the sizes are those that the check was asked about",
     ROUNDING: "results may differ by rounding, within the bound `detail` where there is one",
+    SIGNED_ZERO: "zeros may have the other sign",
     STRIDES: "results may have other strides",
     DTYPES: "results may have other dtypes, of floating-point, complex or whole numbers as before",
     DRAWS: "random numbers may be drawn otherwise, with the same distribution",
@@ -75,7 +79,7 @@ class Method:
     """One way in which the graphs were compared.
 
     Attributes:
-        name: `structure`, `algebra`, `masks`, `numbers`, `rounding`, `effects` or `domain`.
+        name: `structure`, `algebra`, `masks`, `numbers`, `gradients`, `rounding`, `effects` or `domain`.
         holds: whether the graphs agree by it; None where it does not apply.
         detail: what was compared, or why it does not apply.
     """

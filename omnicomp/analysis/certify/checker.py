@@ -1,28 +1,35 @@
 """The checker: two graphs go in, a certificate comes out. It knows nothing of whoever made the second of the first."""
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule
 
 from omnicomp._torch.autograd.run_in_precision import InPrecision, on_real_tensors
+from omnicomp._torch.fx import fake_value
 from omnicomp.analysis.accuracy import relative_error
 from omnicomp.analysis.certify import certificate as c
-from omnicomp.analysis.certify import effects, fields, inputs, interpret, sizes, structure, values
+from omnicomp.analysis.certify import effects, fields, inputs, interpret, predicates, sizes, structure, values
 from omnicomp.analysis.certify.values import State, Unsupported
 
 _GOAL: Final = -40.0
 # Elements of all results of both graphs, up to which they run over fields, and on numbers to confirm a difference.
 _ELEMENTS: Final = 400_000
 _CONFIRMED: Final = 40_000_000
+# Up to which sizes that are numbers stay as they are, once.
+_FEW: Final = 2**15
+_LEAST: Final = (sizes.STRUCTURE, sizes.STRUCTURE + 1)
 # Relative to the norm: below it float64 does not tell graphs apart that differ in a constant's rounding to float32.
 _SAME: Final = 1e-7
 _HIDES: Final = -1e4
 _REPEATS: Final = 6
+# How many assignments are tried where sizes are rounded.
+_REMAINDERS: Final = 8
 
 
 def check(
@@ -76,6 +83,8 @@ class _Check:
     methods: list[c.Method] = dataclasses.field(default_factory=list)
     differences: list[c.Difference] = dataclasses.field(default_factory=list)
     families: list[sizes.Family] = dataclasses.field(default_factory=list)
+    compared: bool = False
+    raised: c.Witness | None = None
 
     def run(self) -> c.Certificate:
         """Try the methods in order."""
@@ -95,11 +104,15 @@ class _Check:
         except Exception as error:  # noqa: BLE001 - a graph may refuse in any way to run; the method says how
             self.methods.append(c.Method(name="algebra", holds=None, detail=_said(error)))
             return self._certificate(c.ASSUMED, reason="the graphs can't be run on small inputs")
+        if self.raised is not None:
+            return self._refuted(self.raised)
         found = self._algebra(variants)
         if found.verdict != c.REFUTED:
-            wrong = self._numbers(variants[0])
-            if wrong is not None:
-                return self._refuted(wrong)
+            self.compared |= found.verdict == c.TESTED
+            for method in (self._ties, self._integers, self._gradients, self._numbers):
+                wrong = method(variants[0])
+                if wrong is not None:
+                    return self._refuted(wrong)
         return dataclasses.replace(found, methods=tuple(self.methods), differences=tuple(self.differences))
 
     def _certificate(self, verdict: str, **rest: Any) -> c.Certificate:
@@ -130,32 +143,65 @@ class _Check:
         """
         found: list[_Variant] = []
         reason = "no sizes that the guards allow are small enough"
-        for position, numbers in enumerate(sizes.assignments(self.before, 2, self.seed)):
+        count = _REMAINDERS if any(map(sizes.rounds, (self.before, self.after))) else 2
+        for position, numbers in enumerate(sizes.assignments(self.before, count, self.seed)):
             family = sizes.Family(self.before, self.after, numbers, found=inputs.bounds(self.masks))
+            wanted = inputs.shapes(self.before, numbers, {})
+            own = _Variant(self.before, self.after, wanted, True, numbers, self.masks)
             try:
                 family.learn()
             except Exception as error:  # noqa: BLE001 - the reason is raised if there are no other sizes
                 reason = _said(error)
-                wanted = inputs.shapes(self.before, numbers, {})
+                if numbers and self._raises(numbers):
+                    shapes = tuple((each[0], each[1]) for each in wanted if isinstance(each, tuple))
+                    self.raised = c.Witness(method="effects", sizes=shapes, detail=f"it raises {reason}")
                 if sum(math.prod(each[1]) for each in wanted if isinstance(each, tuple)) < _ELEMENTS // 20:
-                    found.append(_Variant(self.before, self.after, wanted, True, numbers, self.masks))
+                    found.append(own)
                 continue
             self.families.append(family)
-            small = family.elements <= _ELEMENTS
-            if small and (position == 0 or numbers):
-                wanted = inputs.shapes(self.before, numbers, {})
-                found.append(_Variant(self.before, self.after, wanted, True, numbers, self.masks))
-            if numbers and small:
-                continue
+            if family.elements <= (_ELEMENTS if numbers else _FEW):
+                found.append(own)
+                if numbers:
+                    found += self._beyond(family) if position == 0 else ()
+                    continue
             for keep, start in ((sizes.STRUCTURE, 5 + position), (sizes.STRUCTURE, 7), (64, 65), (256, 257)):
                 variant = self._smaller(family, keep, start, _ELEMENTS)
                 if variant is not None and all(variant.shapes != each.shapes for each in found):
                     found.append(variant)
                     if len(found) > 1 or numbers:
                         break
+            if not found and family.elements <= _ELEMENTS:
+                found.append(own)
         if not found:
             raise Unsupported(reason)
         return found
+
+    def _raises(self, numbers: Mapping[Any, int]) -> bool:
+        """Whether the second graph raises at sizes at which the first one runs, and runs at those of the first call."""
+
+        def runs(module: GraphModule, numbers: Mapping[Any, int]) -> bool:
+            try:
+                sizes.traced((module,), inputs.shapes(self.before, numbers, {}))
+            except Exception:  # noqa: BLE001 - the caller has the one that counts
+                return False
+            return True
+
+        return (
+            runs(self.before, numbers) and not runs(self.after, numbers) and runs(self.after, sizes.first(self.before))
+        )
+
+    def _beyond(self, family: sizes.Family) -> Iterator[_Variant]:
+        """Sizes that are larger than the numbers in a graph of symbolic sizes, where the ones tried are smaller."""
+        numbers = family.numbers
+        if all(each <= max(numbers.values()) for each in family.found):
+            return
+        made = family.smaller(*_LEAST) or {}
+        step = max(made.values(), default=0)
+        larger = {symbol: number + step - 1 for symbol, number in numbers.items()}
+        if sizes.allowed(self.before, larger):
+            variant = self._smaller(dataclasses.replace(family, numbers=larger), *_LEAST, _ELEMENTS)
+            if variant is not None:
+                yield variant
 
     def _smaller(self, family: sizes.Family, keep: int, start: int, limit: int) -> _Variant | None:
         """Both graphs with smaller sizes, if they run and have results of the same shapes then."""
@@ -175,7 +221,7 @@ class _Check:
     # ---- algebra
 
     def _algebra(self, variants: Sequence[_Variant]) -> c.Certificate:
-        tried, log2, compared = 0, -math.inf, False
+        tried, log2 = 0, -math.inf
         opaque: set[str] = set()
         unconfirmed = ""
         for position, variant in enumerate(variants):
@@ -207,22 +253,22 @@ class _Check:
                 unconfirmed = confirmed
                 continue
             tried += 1
-            compared |= states[0].compared or states[1].compared
+            self.compared |= states[0].compared or states[1].compared or bool(opaque)
             log2 = max(log2, self._bound(variant, seed, states))
         if not tried:
             unconfirmed = unconfirmed or "equal at their own sizes for numbers, and not at smaller ones"
         if unconfirmed:
             self.methods.append(c.Method(name="algebra", holds=None, detail=unconfirmed))
             return self._tested(variants, unconfirmed)
-        if compared:
-            witness = self._ties(variants[0])
-            if witness is not None:
-                self.methods.append(c.Method(name="numbers", holds=False, detail=witness.detail))
-                return self._refuted(witness)
         words = f", with {', '.join(sorted(opaque))} as unknown functions" if opaque else ""
         detail = f"equal for {tried} assignments of sizes{words}"
         self.methods.append(c.Method(name="algebra", holds=True, detail=detail))
         verdict = c.PROVED if tried > 1 and len({variant.shapes for variant in variants}) > 1 else c.PROVED_FOR_SIZES
+        equal, words = predicates.compared(self.before, self.after, self.masks) if verdict == c.PROVED else (None, "")
+        if equal is not None:
+            self.methods.append(c.Method(name="masks", holds=equal or None, detail=words))
+        if equal is False:
+            verdict, detail = c.PROVED_FOR_SIZES, f"{detail}; predicates on positions {words}"
         if log2 > _GOAL:
             verdict, detail = c.TESTED, f"{detail}; the bound of the probability is above 2**{_GOAL:.0f}"
         return self._certificate(verdict, probability=log2, sizes=tried, reason=detail)
@@ -267,9 +313,9 @@ class _Check:
     def _side(self, module: GraphModule, given: Sequence[Any], state: State) -> list[tuple[int | str, Any]]:
         """The outputs of a graph, and its inputs after it ran."""
         own = inputs.taken(module, given)
-        with values.running(state), torch.random.fork_rng(devices=[]):
+        with values.running(state), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
             # What has no definition here draws by torch's own generator.
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             try:
                 outputs = interpret.run(module, own)
             except Unsupported as error:
@@ -297,19 +343,97 @@ class _Check:
         return found
 
     def _ties(self, variant: _Variant) -> c.Witness | None:
-        """Where the graphs differ for small integers, of which some are equal and some zero."""
-        given = inputs.draw(variant.wanted, variant.masks, self.seed, numbers=True, scale=1.5)
-        given = [v.double().round() if _floating(v) else v for v in given]
-        try:
+        """Where the graphs differ for numbers of which some are equal, some zero, and some between integers."""
+        if not self.compared:
+            return None
+        for step in (1.0, 0.25):
             with InPrecision(torch.float64):
-                sides = [self._side(module, given, State()) for module in (variant.before, variant.after)]
-        except Exception as error:  # noqa: BLE001 - becomes what the method says
+                wrong = self._both(variant, self._coarse(variant, step), f"for multiples of {step:g}", _apart)
+            if wrong is not None:
+                return wrong
+        return None
+
+    def _coarse(self, variant: _Variant, step: float) -> list[Any]:
+        """Inputs of which some are equal, and some zero."""
+        given = inputs.draw(variant.wanted, variant.masks, self.seed, numbers=True, scale=1.5)
+        return [(v.double() / step).round() * step if _floating(v) else v for v in given]
+
+    def _integers(self, variant: _Variant) -> c.Witness | None:
+        """Where the graphs differ for whole numbers below zero, or for those at which a dtype wraps."""
+        small = inputs.draw(variant.wanted, variant.masks, self.seed + 3, numbers=True)
+        whole = [i for i, v in enumerate(small) if _whole(v) and i not in self._masked(variant)]
+        if not whole:
+            return None
+        generator = torch.Generator().manual_seed(self.seed)
+        wide = [inputs.copied(v) for v in small]
+        for index in whole:
+            value, limits = small[index], torch.iinfo(small[index].dtype)
+            low = max(limits.min, -9)
+            small[index] = torch.randint(low, 10, value.shape, generator=generator).to(value.dtype)
+            choice = torch.tensor([limits.min, limits.max, limits.min + 1, limits.max - 1, limits.max // 3, 1, 2, low])
+            wide[index] = choice[torch.randint(0, 8, value.shape, generator=generator)].to(value.dtype)
+        with InPrecision(torch.float64):
+            doubles = [v.double() if _floating(v) else v for v in small]
+            witness = self._both(variant, doubles, "for whole numbers", _apart)
+        return witness or self._both(variant, wide, "for large whole numbers", _unequal)
+
+    def _gradients(self, variant: _Variant) -> c.Witness | None:
+        """Where the gradients of the inputs that have one differ."""
+        fakes = [fake_value(node) for node in sizes.placeholders(self.before)]
+        asked = [i for i, v in enumerate(fakes) if _floating(v) and v.requires_grad]
+        if not asked:
+            return None
+
+        def made(module: GraphModule, given: Sequence[Any]) -> list[tuple[int | str, Any]]:
+            given = [v.clone().double().requires_grad_(i in asked) if _floating(v) else v for i, v in enumerate(given)]
+            ends = [v for _, v in self._side(module, given, State()) if _floating(v) and v.requires_grad]
+            generator = torch.Generator().manual_seed(self.seed)
+            weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64) for v in ends]
+            read = [given[i] for i in asked]
+            found = (
+                torch.autograd.grad(ends, read, weights, materialize_grads=True)
+                if ends
+                else map(torch.zeros_like, read)
+            )
+            return [(variant.wanted[i][0], v) for i, v in zip(asked, found, strict=True)]
+
+        drawn = inputs.draw(variant.wanted, variant.masks, self.seed + 5, numbers=True)
+        ties = self._coarse(variant, 1.0)
+        for index in asked:
+            ties[index][:1] = 0.0
+        for given, words in ((drawn, ""), (ties, ", for numbers of which some are equal or zero")):
+            try:
+                with InPrecision(torch.float64), torch.enable_grad():
+                    sides = [made(module, given) for module in (variant.before, variant.after)]
+            except Exception as error:  # noqa: BLE001 - becomes what the method says
+                self.methods.append(c.Method(name="gradients", holds=None, detail=_said(error)))
+                return None
+            for (name, a), (_, b) in zip(*sides, strict=True):
+                witness = _apart(a, b, floor=1e-10)
+                if witness is None and bool((a.isfinite() & ~b.isfinite()).any()):
+                    witness = c.Witness(method="gradients", detail="numbers became infinities or NaN")
+                if witness is not None:
+                    detail = f"the gradient of {name}{words}: {witness.detail}"
+                    self.methods.append(c.Method(name="gradients", holds=False, detail=detail))
+                    return dataclasses.replace(witness, sizes=variant.shapes, seed=self.seed + 5, detail=detail)
+        self.methods.append(c.Method(name="gradients", holds=True))
+        return None
+
+    def _both(
+        self, variant: _Variant, given: Sequence[Any], words: str, compare: Callable[[Any, Any], c.Witness | None]
+    ) -> c.Witness | None:
+        """Where the graphs differ for inputs that they can have."""
+        try:
+            sides = self._real(variant, given)
+        except Exception as error:  # noqa: BLE001 - such as indices that are none; becomes what the method says
             self.methods.append(c.Method(name="numbers", holds=None, detail=_said(error)))
             return None
         for (place, a), (_, b) in zip(*sides, strict=True):
-            witness = _apart(a, b)
+            witness = compare(a, b)
             if witness is not None:
-                detail = f"output {place}, for small integers: {witness.detail}"
+                where = f"output {place}" if isinstance(place, int) else f"what is written to {place}"
+                detail = f"{where}, {words}: {witness.detail}"
+                self.methods.append(c.Method(name="numbers", holds=False, detail=detail))
                 return dataclasses.replace(witness, sizes=variant.shapes, seed=self.seed, output=place, detail=detail)
         return None
 
@@ -349,6 +473,14 @@ class _Check:
 
     def _larger(self) -> Iterator[_Variant]:
         for family in self.families:
+            numbers = {symbol: number + max(family.found, default=0) for symbol, number in family.numbers.items()}
+            wanted = inputs.shapes(self.before, numbers, {})
+            if numbers and family.found and sizes.allowed(self.before, numbers):
+                with contextlib.suppress(Exception):  # sizes that a graph can't have; others are tried
+                    if sizes.traced((self.before, self.after), wanted)[1] <= _CONFIRMED:
+                        yield _Variant(self.before, self.after, wanted, True, numbers, self.masks)
+                    else:
+                        yield from self._beyond(family)
             if family.elements <= _CONFIRMED:
                 wanted = inputs.shapes(self.before, family.numbers, {})
                 yield _Variant(self.before, self.after, wanted, True, family.numbers, self.masks)
@@ -402,7 +534,14 @@ class _Check:
                 claimed = float(each.detail)
         recast = effects.casts(self.before) != effects.casts(self.after)
         worst, lost = 0.0, ""
-        for scale, offset in ((1.0, 0.0), (4.0, 0.0), (1.0, 30.0)) if recast else ((1.0, 0.0),):
+
+        def refuted(detail: str) -> c.Witness:
+            self.methods.append(c.Method(name="rounding", holds=False, detail=detail))
+            return c.Witness(method="rounding", sizes=variant.shapes, seed=self.seed + 7, output=place, detail=detail)
+
+        for scale, offset, hard in _distributions(variant, recast):
+            if hard and {c.ROUNDING, c.NO_OVERFLOW} <= self.kinds:
+                continue
             given = inputs.draw(variant.wanted, variant.masks, self.seed + 7, numbers=True, scale=scale)
             if offset:
                 given = [
@@ -413,19 +552,28 @@ class _Check:
             for (place, true), (_, own), (_, got) in zip(exact, first, second, strict=True):
                 if not _floating(own) or not own.numel():
                     continue
+                if bool((own.isfinite() & ~got.isfinite()).any()):
+                    self._differ(c.FINITE_RESULTS, hard or "random inputs")
                 error, allowed = relative_error(got, true), relative_error(own, true)
                 if not math.isfinite(error) or not math.isfinite(allowed):
                     continue
-                roundings = 1.0 if recast else 16.0
-                limit = claimed if claimed is not None else 4.0 * allowed + roundings * torch.finfo(own.dtype).eps
+                eps = torch.finfo(own.dtype).eps
+                limit = claimed if claimed is not None else 4.0 * allowed + (1.0 if recast else 16.0) * eps
+                if hard:
+                    # Few bits may be left of what graphs have then; they may lose some more of them, and not all.
+                    if c.ROUNDING not in self.kinds and error > 64.0 * allowed + 4.0 * math.sqrt(eps):
+                        return refuted(f"output {place}: a relative error of {error:.2g}, for {hard}")
+                    continue
                 worst = max(worst, error)
                 if error > limit and (claimed is not None or c.ROUNDING not in self.kinds):
-                    detail = f"output {place}: a relative error of {error:.2g}, {limit:.2g} are allowed"
-                    self.methods.append(c.Method(name="rounding", holds=False, detail=detail))
-                    return c.Witness(
-                        method="rounding", sizes=variant.shapes, seed=self.seed + 7, output=place, detail=detail
+                    return refuted(f"output {place}: a relative error of {error:.2g}, {limit:.2g} are allowed")
+                apart = relative_error(got, own.double())
+                free = not recast or c.ROUNDING in self.kinds or claimed is not None
+                if not free and apart > 16 * (error + eps):
+                    return refuted(
+                        f"output {place}: results are {apart:.2g} from those of the dtypes that they were in"
                     )
-                if recast and error > 1.5 * allowed + torch.finfo(own.dtype).eps / 4:
+                if recast and error > 1.5 * allowed + eps / 4:
                     lost = f"output {place} has a relative error of {error:.2g} in place of {allowed:.2g}"
         if lost:
             self.differences.append(c.Difference(kind=c.ROUNDING, detail=lost, covered=c.ROUNDING in self.kinds))
@@ -433,8 +581,9 @@ class _Check:
         return None
 
     def _covers(self, kind: str) -> bool:
-        # Scores that outweigh a fill are none that it hides.
-        return kind in self.kinds or (kind == c.NO_OVERFLOW and c.FILL_HIDES in self.kinds)
+        # Scores that outweigh a fill are none that it hides; a zero's sign is a rounding.
+        other = {c.NO_OVERFLOW: c.FILL_HIDES, c.FINITE_RESULTS: c.NO_OVERFLOW, c.SIGNED_ZERO: c.ROUNDING}.get(kind)
+        return kind in self.kinds or other in self.kinds
 
     def _masked(self, variant: _Variant) -> set[int]:
         return {i for i, each in enumerate(variant.wanted) if isinstance(each, tuple) and each[0] in self.masks}
@@ -444,19 +593,55 @@ class _Check:
         with InPrecision(torch.float64):
             return self._side(variant.before, wide, State())
 
+    def _differ(self, kind: str, detail: str) -> None:
+        found = c.Difference(kind=kind, detail=detail, covered=self._covers(kind))
+        if found not in self.differences:
+            self.differences.append(found)
+
+    def _local(self, variant: _Variant, plain: Sequence[Any], index: int) -> bool:
+        """Whether NaN in an element of an input is in one element of each output of as many, or in none."""
+        given = list(plain)
+        given[index] = given[index].clone()
+        given[index][(0,) * given[index].ndim] = math.nan
+        outputs = [v for _, v in self._side(variant.before, given, State()) if isinstance(v, torch.Tensor)]
+        return all(int(v.isnan().sum()) <= max(1, v.numel() // given[index].numel()) for v in outputs)
+
     def _domain(self, variant: _Variant) -> None:
-        """Which special values the graphs treat differently."""
+        """Which special values the graphs treat differently.
+
+        Graphs that are equal in each bit for numbers, and of which no element reads a whole row, are compared in each
+        bit. Others may round otherwise, and so give another infinity, or NaN in place of one. Which of two zeros is the
+        larger one is not defined.
+        """
         names = [each[0] if isinstance(each, tuple) else "" for each in variant.wanted]
         plain = inputs.draw(variant.wanted, variant.masks, self.seed + 11, numbers=True)
         floats = [i for i, v in enumerate(plain) if _floating(v) and v.numel() and names[i] not in self.masks]
-        probes: list[tuple[str, str, list[Any]]] = []
-        for name, value in (("an infinity", math.inf), ("NaN", math.nan)):
+        sides = self._real(variant, plain)
+        exact = all(_unequal(a, b) is None for (_, a), (_, b) in zip(*sides, strict=True))
+        exact = exact and all(self._local(variant, plain, index) for index in floats)
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def put(value: float, *indices: int) -> list[Any]:
             given = list(plain)
-            for index in floats[:1]:
-                given[index] = plain[index].clone()
-                given[index].reshape(-1)[:1] = value
-                given[index][(0,) * plain[index].ndim] = value
-            probes.append((c.FINITE_INPUTS, f"{name} in {names[floats[0]] if floats else ''}", given))
+            for index in indices:
+                given[index] = given[index].clone()
+                if len(indices) > 1 or len(floats) == 1:
+                    given[index][torch.rand(given[index].shape, generator=generator) < 0.3] = value
+                given[index][(0,) * given[index].ndim] = value
+            return given
+
+        probes: list[tuple[str, str, list[Any]]] = [(c.FINITE_INPUTS, "numbers", plain)]
+        for value, word in ((math.nan, "NaN"), (math.inf, "an infinity")):
+            kind = c.FINITE_INPUTS if exact or math.isnan(value) else c.NO_OVERFLOW
+            probes += [(kind, f"{word} in {names[index]}", put(value, index)) for index in floats]
+            probes += [(kind, f"{word} in inputs", put(value, *floats))] if len(floats) > 1 else []
+        for some in ((0.0,), (0.0, -0.0), (-0.0, 1.0)):
+            choice = torch.tensor(some)
+            zeros = [
+                choice[torch.randint(0, len(some), v.shape, generator=generator)].to(v.dtype) if i in floats else v
+                for i, v in enumerate(plain)
+            ]
+            probes.append((c.FINITE_INPUTS, "zeros", zeros))
         large = [v * _large(v.dtype) if i in floats else v for i, v in enumerate(plain)]
         probes.append((c.NO_OVERFLOW, "inputs near the largest number", large))
         hidden = [i for i, v in enumerate(plain) if isinstance(v, torch.Tensor) and v.dtype == torch.bool and v.ndim]
@@ -467,9 +652,12 @@ class _Check:
                 given[index][..., :1, :] = False
             probes.append((c.NO_EMPTY_ROW, f"a row of {names[hidden[0]]} that hides everything", given))
         for kind, detail, given in probes if floats else ():
-            first, second = self._real(variant, given)
-            if any(not _alike(a, b) for (_, a), (_, b) in zip(first, second, strict=True)):
-                self.differences.append(c.Difference(kind=kind, detail=detail, covered=self._covers(kind)))
+            sides = self._real(variant, given)
+            pairs = [(a, b) for (_, a), (_, b) in zip(*sides, strict=True)]
+            if not all(_alike(a, b, exact) for a, b in pairs):
+                self._differ(kind, detail)
+            if detail == "zeros" and exact and not self.compared and not all(_same_signs(a, b) for a, b in pairs):
+                self._differ(c.SIGNED_ZERO, "the sign of a zero")
         found = ", ".join(each.kind for each in self.differences)
         self.methods.append(c.Method(name="domain", holds=not found, detail=found))
 
@@ -489,18 +677,57 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def _distributions(variant: _Variant, recast: bool) -> Iterator[tuple[float, float, str]]:
+    """Scales and offsets of inputs to round, the hard ones with words for them."""
+    yield from ((1.0, 0.0, ""), (4.0, 0.0, ""), (1.0, 30.0, "")) if recast else ((1.0, 0.0, ""),)
+    dtypes = [each[3] for each in variant.wanted if isinstance(each, tuple) and each[3].is_floating_point]
+    if dtypes:
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        yield 200.0, 0.0, "inputs of some hundreds"
+        yield 1.0, 0.3 / math.sqrt(eps), "inputs that are far from zero, and near each other"
+        yield 30 * eps, 0.0, "inputs near zero"
+
+
 def _large(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).max) / 4 if dtype != torch.float16 else 1e3
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether infinities and NaN are in the same places."""
-    if not _floating(a) or not _floating(b):
+def _whole(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        return False
+    return not value.is_floating_point() and not value.is_complex()
+
+
+def _alike(a: Any, b: Any, exact: bool) -> bool:
+    """Whether infinities and NaN are in the same places; if results are exact, the same ones with the same numbers."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return True
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf())
+    if not _floating(a):
+        return not exact or torch.equal(a, b)
+    if not exact:
+        return torch.equal(a.isfinite(), b.isfinite())
+    near = math.sqrt(torch.finfo(a.dtype).eps)
+    return bool(torch.isclose(a, b, rtol=near, atol=near, equal_nan=True).all())
 
 
-def _apart(a: Any, b: Any) -> c.Witness | None:
+def _same_signs(a: Any, b: Any) -> bool:
+    """Whether zeros have the same signs."""
+    return not _floating(a) or torch.equal(a.signbit() & (a == 0), b.signbit() & (b == 0))
+
+
+def _unequal(a: Any, b: Any) -> c.Witness | None:
+    """Where two results differ in a bit; zeros of both signs are equal, and all NaN."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
+        return _apart(a, b)
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    if not bool(differ.any()):
+        return None
+    index = tuple(int(i) for i in torch.unravel_index(differ.int().argmax(), differ.shape))
+    before, after = a[index].item(), b[index].item()
+    return c.Witness(method="numbers", detail=f"element {list(index)} was {before} and is {after}", index=index)
+
+
+def _apart(a: Any, b: Any, floor: float = 0.0) -> c.Witness | None:
     """Where two results differ by more than rounding in float64."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return None if a is b or a == b else c.Witness(method="numbers", detail=f"{a} became {b}")
@@ -513,7 +740,7 @@ def _apart(a: Any, b: Any) -> c.Witness | None:
     both = x.isfinite() & y.isfinite()
     gap = torch.where(both, (x - y).abs(), 0.0)
     size = torch.where(both, x.abs(), 0.0).max().clamp_min(1e-30)
-    if not bool(gap.max() > _SAME * size):
+    if not bool(gap.max() > _SAME * size + floor):
         lost = (x.isfinite() != y.isfinite()) & ~(x.isnan() | y.isnan())
         if not bool(lost.any()):
             return None

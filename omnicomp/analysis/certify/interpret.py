@@ -388,7 +388,6 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
     _aten.repeat_interleave.self_int: _repeat_interleave,
     torch._assert: _nothing,
     torch._check: _nothing,
-    torch._C._set_grad_enabled: _nothing,
     torch.amp.autocast_mode._enter_autocast: _nothing,
     torch.amp.autocast_mode._exit_autocast: _nothing,
 }

@@ -46,16 +46,38 @@ def symbols_of(module: GraphModule) -> list[Any]:
     return list(found)
 
 
+def first(module: GraphModule) -> dict[Any, int]:
+    """The numbers that the symbols had in the first call."""
+    values = [fake_value(node) for node in placeholders(module)]
+    leaves = [each for value in values for each in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+    return {each.node.expr: each.node.hint for each in leaves if isinstance(each, torch.SymInt)}
+
+
+def rounds(module: GraphModule) -> bool:
+    """Whether a graph has sizes that are no polynomials of symbols, such as half of one, rounded."""
+    for node in module.graph.nodes:
+        for value in _flat(fake_value(node)):
+            for each in value.shape if isinstance(value, torch.Tensor) else (value,):
+                if isinstance(each, torch.SymInt):
+                    expr = each.node.expr
+                    if not expr.is_polynomial(*expr.free_symbols):
+                        return True
+    return False
+
+
 def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[Any, int]]:
-    """Different small numbers for the symbols that the guards of the shape environment allow; at most `count`."""
+    """Small numbers for the symbols that the guards of the shape environment allow; at most `count` assignments.
+
+    Each symbol has another number in each, where the guards let it: what is right for one number alone is seen.
+    """
     symbols = symbols_of(module)
     if not symbols:
         yield {}
         return
     environment = _environment(module)
     draw = random.Random(seed)
-    seen: set[tuple[int, ...]] = set()
-    for attempt in range(100):
+    seen: list[tuple[int, ...]] = []
+    for attempt in range(200):
         numbers: dict[Any, int] = {}
         pool = list(_SMALL)
         draw.shuffle(pool)
@@ -65,9 +87,10 @@ def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[
             choice = max(choice, low) + (draw.randrange(3) if low > _SMALL[-1] else 0)
             numbers[symbol] = min(choice, high)
         key = tuple(numbers.values())
-        if key in seen or not _allowed(environment, numbers):
+        near = any(same == other for known in seen for same, other in zip(key, known, strict=True))
+        if key in seen or (near and attempt < 100) or not _allowed(environment, numbers):
             continue
-        seen.add(key)
+        seen.append(key)
         yield numbers
         if len(seen) == count:
             return
@@ -90,6 +113,13 @@ def _range(environment: Any, symbol: Any) -> tuple[int, int]:
     low, high = (2 if bounds.lower < -(1 << 30) else int(bounds.lower)), 1 << 30
     high = int(bounds.upper) if bounds.upper < high else high
     return max(low, 1), high
+
+
+def allowed(module: GraphModule, numbers: Mapping[Any, int]) -> bool:
+    """Whether the guards of a graph allow numbers for its symbols."""
+    environment = _environment(module)
+    within = all(low <= number <= high for s, number in numbers.items() for low, high in [_range(environment, s)])
+    return within and _allowed(environment, numbers)
 
 
 def _allowed(environment: Any, numbers: Mapping[Any, int]) -> bool:
@@ -120,8 +150,11 @@ _SIZED: Final = frozenset(
 """Operators whose integers are sizes or positions."""
 
 _COMPARING: Final = frozenset(
-    ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "rsub", "tril", "triu", "clamp", "clamp_max", "iadd", "isub")
-)
+    (
+        "lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "rsub", "tril", "triu", "clamp", "clamp_max", "iadd", "isub",
+        "clamp_min", "floordiv", "floor_divide", "mod", "remainder", "fmod", "sym_min", "sym_max", "minimum", "maximum",
+    )
+)  # fmt: skip
 """Operators on integers and truth values whose numbers are positions."""
 
 
@@ -176,7 +209,7 @@ class Family:
         for each in _flat(result):
             if isinstance(each, torch.Tensor):
                 self.elements += each.numel()
-        integers = bool(operands) and not any(each.is_floating_point() for each in operands)
+        integers = not any(each.is_floating_point() for each in operands)
         if name in _SIZED or (name in _COMPARING and (integers or name in ("tril", "triu"))):
             self.literal.add(node)
             numbers = [abs(each) for each in _flat((args, kwargs)) if type(each) is int]

@@ -20,7 +20,15 @@ _IN_ORDER: Final = (
     "rand", "dropout", "bernoulli", "multinomial", "normal_", "rrelu", "gumbel", "attention", "seed", "set_grad",
     "autocast", "assert", "_check", "set_",
 )  # fmt: skip
-_PLAIN: Final = (operator.invert, operator.index, operator.is_, operator.is_not)
+_PLAIN: Final = (
+    operator.and_,
+    operator.or_,
+    operator.not_,
+    operator.invert,
+    operator.index,
+    operator.is_,
+    operator.is_not,
+)
 
 
 def same(before: GraphModule, after: GraphModule) -> bool:
@@ -81,7 +89,7 @@ class _Numbering:
         made = self._value(
             (target, self._read(node.args, values), self._read(dict(node.kwargs), values), *self._order[-1:])
         )
-        if _is_in_order(node):
+        if is_in_order(node):
             made = self._value((made, len(self._order)))
             self._order.append(made)
         return made
@@ -104,7 +112,7 @@ class _Numbering:
         return type(value), repr(value)
 
 
-def _is_in_order(node: Node) -> bool:
+def is_in_order(node: Node) -> bool:
     """Whether a node may write, draw random numbers, or switch a mode, any of which has its place in the program."""
     target = node.target
     if node.op == "call_module":
@@ -114,6 +122,7 @@ def _is_in_order(node: Node) -> bool:
     name = op_name(node).rpartition(".")[2]
     bare = name.strip("_")
     in_place = (name.endswith("_") and not name.endswith("__")) or bare == "setitem"
-    in_place |= bare.startswith("i") and hasattr(operator, bare) and target not in _PLAIN
+    in_place |= bare.startswith("i") and hasattr(operator, bare)
+    in_place &= target not in _PLAIN
     told = "out" in node.kwargs or bool(node.kwargs.get("inplace"))
     return in_place or told or any(word in name for word in _IN_ORDER)

@@ -253,8 +253,9 @@ def test_rows_that_are_empty_are_named() -> None:
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     found = compared(by_hand, fused, *HEADS, mask)
     assert found.verdict == certify.PROVED
-    assert [each.kind for each in found.open] == [certify.NO_EMPTY_ROW]
-    assert not compared(by_hand, fused, *HEADS, mask, assume=[Assumption(certify.NO_EMPTY_ROW)]).open
+    assert certify.NO_EMPTY_ROW in {each.kind for each in found.open}
+    covered = compared(by_hand, fused, *HEADS, mask, assume=[Assumption(certify.NO_EMPTY_ROW)])
+    assert certify.NO_EMPTY_ROW not in {each.kind for each in covered.open}
 
 
 def test_certificates_go_through_json() -> None:
