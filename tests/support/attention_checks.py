@@ -119,7 +119,11 @@ def check(program: Program, options: Mapping[str, Any] = OPTIONS) -> Outcome:
             if lost or (empty_rows and name.startswith("gradient") and not _passes_gradients(program)):
                 _compare_finite(where, found[name], value)
             else:
-                _compare(where, found[name], value, expected[number][name], roundings, vague)
+                exact_value = expected[number][name]
+                if program.held == "large" and found[name].dtype == value.dtype:
+                    # Products with keys that are hidden overflow in eager; FlexAttention drops them.
+                    value = torch.where(value.isnan() & exact_value.isfinite(), found[name], value)
+                _compare(where, found[name], value, exact_value, roundings, vague)
     for event in omnicomp.timeline.events():
         # The graph goes on without the passes then, which gives the right results.
         if isinstance(event, Retreat) and event.source_lowering == "passes":

@@ -30,6 +30,10 @@ _UNARY: Final[dict[str, Call]] = {
 }
 
 
+class UnknownSize(ValueError):
+    """A symbolic size that no tensor has from which the graph could take it."""
+
+
 def value_of(item: Any) -> Any:
     """The fake value of a node, or a stand-in itself."""
     return fake_value(item) if isinstance(item, Node) else item
@@ -59,14 +63,14 @@ class Builder:
         """The number of elements along a group of axes: a number, or a node of one.
 
         Raises:
-            ValueError: it is symbolic, and nothing that is held has it.
+            UnknownSize: it is symbolic, and nothing that is held has it.
         """
         number: Any = 1
         for axis in flat(group):
             size = axis.size
             if not isinstance(size, int):
                 if axis not in self._sizes:
-                    raise ValueError(f"no tensor at hand has the symbolic size {size}")
+                    raise UnknownSize(f"no tensor at hand has the symbolic size {size}")
                 size = self.call(torch.Tensor.size, self._sizes[axis])
             if isinstance(number, int) and number == 1:
                 number = size

@@ -79,10 +79,10 @@ def attention_with_bias(
     """Attention with an additive mask that may require grad: softmax(scale * query @ key.T + attn_mask) @ value.
 
     On the CPU the forward pass is the flash kernel; the backward pass makes the weights anew from its log-sum-exp and
-    differentiates the softmax by dS = P * (dP - rowsum(dO * O)) (FlashAttention-2, arXiv:2307.08691, algorithm 2), and
-    the mask's gradient is dS summed over the dimensions that it was broadcast along. The weights are normalised once
-    more, because a log-sum-exp near finfo.min has no digits left for the number of keys. On other devices, or where the
-    mask requires no grad, it is `scaled_dot_product_attention`.
+    differentiates the softmax by dS = P * (dP - rowsum(P * dP)). The mask's gradient is dS summed over the dimensions
+    that it was broadcast along. The weights are normalised once more, because a log-sum-exp near finfo.min has no
+    digits left for the number of keys. On other devices, or where the mask requires no grad, it is
+    `scaled_dot_product_attention`.
 
     Args:
         query: [B, H, Q, D].
@@ -197,17 +197,15 @@ class _BiasAttention(torch.autograd.Function):
         is_causal: bool,
     ) -> torch.Tensor:
         out, lse, _ = sdpa.forward("flash_cpu", query, key, value, mask, is_causal=is_causal, scale=scale)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.save_for_backward(query, key, value, mask, lse)
         ctx.scale, ctx.is_causal = scale, is_causal
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, mask, out, lse = ctx.saved_tensors
-        delta = _row_sum(grad, out, lse.dtype)
         with torch.autocast("cpu", enabled=False):
-            grads = _recompute(grad, query, key, value, mask, lse, delta, None, ctx.scale, ctx.is_causal)
+            grads = _recompute(grad, *ctx.saved_tensors, None, ctx.scale, ctx.is_causal)
         return *grads, None, None
 
 
@@ -239,12 +237,12 @@ class _SinkAttention(torch.autograd.Function):
         mask_grad = ctx.needs_input_grad[4]
         logits = sink.to(lse.dtype)
         total = torch.logaddexp(lse, logits.squeeze(-1))
-        delta = _row_sum(grad, out, lse.dtype)
-        sink_grad = -(torch.exp(logits - total.unsqueeze(-1)) * delta)
+        row_sums = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
+        sink_grad = -(torch.exp(logits - total.unsqueeze(-1)) * row_sums)
         if mask_grad and ctx.kernel == "flash_cpu":
             share = torch.sigmoid(lse.unsqueeze(-1) - logits)
             with torch.autocast("cpu", enabled=False):
-                grads = _recompute(grad, query, key, value, mask, lse, delta, share, ctx.scale, ctx.is_causal)
+                grads = _recompute(grad, query, key, value, mask, lse, share, ctx.scale, ctx.is_causal)
         else:
             grads = sdpa.backward(
                 ctx.kernel,
@@ -279,7 +277,6 @@ def _recompute(
     value: torch.Tensor,
     mask: torch.Tensor,
     lse: torch.Tensor,
-    delta: torch.Tensor,
     share: torch.Tensor | None,
     scale: float,
     is_causal: bool,
@@ -288,10 +285,10 @@ def _recompute(
     heads, shared = query.shape[1], key.shape[1]
     wide = [tensor if known_equal(heads, shared) else _repeat(tensor, heads) for tensor in (key, value)]
     lse = lse.unsqueeze(-1)
-    operands = (grad, query, *wide, mask, lse, delta, share)
+    operands = (grad, query, *wide, mask, lse, share)
     found: list[list[torch.Tensor]] = []
     for chunk in zip(*(_split(tensor, heads) for tensor in operands), strict=True):
-        grad, query, key, value, part, lse, delta, share = chunk
+        grad, query, key, value, part, lse, share = chunk
         scores = torch.matmul(query, key.transpose(-2, -1)).to(lse.dtype) * scale + part
         if is_causal:
             scores = _hide_later(scores, scores.shape[-2], scores.shape[-1])
@@ -300,7 +297,9 @@ def _recompute(
         # A row without any key sums to zero.
         weights = weights / total.masked_fill(total == 0, 1)
         weights = weights if share is None else weights * share
-        score_grad = weights * (torch.matmul(grad, value.transpose(-2, -1)) - delta)
+        weight_grad = torch.matmul(grad, value.transpose(-2, -1))
+        # rowsum(dO * O), which is the same, would have the rounding of the output.
+        score_grad = weights * (weight_grad - (weights * weight_grad).sum(-1, keepdim=True))
         factor = (score_grad * scale).to(query.dtype)
         found.append(
             [
@@ -353,10 +352,6 @@ def _unfused(
 def _hide_later(scores: torch.Tensor, queries: Any, keys: Any) -> torch.Tensor:
     later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
     return torch.where(later, -torch.inf, scores)
-
-
-def _row_sum(grad: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (grad.to(dtype) * out).sum(-1, keepdim=True)
 
 
 def _reduce(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from omnicomp._torch.autograd.attention import KERNELS, SDPA, concrete, fused_ke
 from omnicomp._torch.distributed import is_spread, local_attention, placements_of, whole_on_ranks
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.assume import settle_mask
+from omnicomp.passes.attention.build import UnknownSize
 from omnicomp.passes.attention.differentiable import (
     ATTENTION_WITH_BIAS,
     ATTENTION_WITH_SINK,
@@ -67,6 +68,11 @@ def choose(site: Site, session: Session) -> Chosen:
                 chosen = way(attempt)
             except MatchEnded as end:
                 ended.append(end)
+                continue
+            except UnknownSize as error:
+                needed = "each size of the fused call as a size of a tensor"
+                lever = "compile with dynamic=False, or mark as dynamic only what changes"
+                ended.append(MatchEnded(site.output, str(error), needed=needed, lever=lever))
                 continue
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
                 errors.append(str(error).splitlines()[0])

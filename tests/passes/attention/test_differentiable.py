@@ -164,6 +164,17 @@ def test_half_precision_bias_is_as_near_to_float64_as_eager() -> None:
         assert (found - true).norm() <= 1.1 * (eager - true).norm()
 
 
+def test_gradients_of_sharp_weights_in_half_precision_are_as_near_as_those_of_eager() -> None:
+    """The rounding of the output is much in the gradient of a row with little weight beside its first key."""
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in (*operands(), leaf(1, HEADS, 9, 9))]
+    exact = [tensor.detach().double().requires_grad_() for tensor in half]
+    sharp: Any = functools.partial(attention_with_bias, scale=5 * SCALE)
+    plain: Any = lambda q, k, v, m: (5 * SCALE * q @ k.mT + m).float().softmax(-1).to(q.dtype) @ v  # noqa: E731
+    own, wanted = results(plain, half), results(lambda q, k, v, m: (5 * SCALE * q @ k.mT + m).softmax(-1) @ v, exact)
+    for found, eager, true in zip(results(sharp, half), own, wanted, strict=True):
+        assert (found - true).norm() <= 1.1 * (eager - true).norm()
+
+
 def test_a_float32_bias_of_half_precision_queries_keeps_its_dtype() -> None:
     leaves = [*operands(dtype=torch.bfloat16), leaf(1, HEADS, 9, 9, dtype=torch.float32)]
     _, *grads = results(with_bias, leaves)

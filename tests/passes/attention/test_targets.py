@@ -73,6 +73,18 @@ def test_masks_of_lengths_that_change_are_right_without_compiling_again(mask, tr
     assert len(backend.graphs) == len(backend.of(Rewrite)) == 1
 
 
+def test_a_symbolic_size_that_no_tensor_has_is_told_as_that():
+    def function(x, b):
+        q = x.flatten(2).mT
+        bias = (q.unflatten(1, (4, -1)) @ b).flatten(1, 2)
+        return attend(q @ q.mT + bias[:, :, :1] * torch.arange(q.shape[1]), q)
+
+    backend, arguments = Backend(), (torch.randn(2, 8, 6, 6), torch.randn(8, 4))
+    torch.testing.assert_close(compiled(function, backend, dynamic=True)(*arguments), function(*arguments))
+    assert "no tensor at hand has the symbolic size" in backend.miss().sentence
+    assert "dynamic=False" in backend.miss().lever
+
+
 @pytest.mark.parametrize("trained", ["table", "bias", "slopes", "temperature"])
 def test_gradients_of_learned_biases(trained):
     where = (torch.arange(6)[:, None] - torch.arange(8)).abs()
