@@ -204,8 +204,9 @@ class _BiasAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, mask, lse = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            grads = _recompute(grad, *ctx.saved_tensors, None, ctx.scale, ctx.is_causal)
+            grads = _recompute(grad, query, key, value, mask, lse, None, ctx.scale, ctx.is_causal)
         return *grads, None, None
 
 
