@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.fx import forget_tensors
 from omnicomp.analysis.accuracy import first_difference
-from omnicomp.analysis.nodes import fake_value
+from omnicomp.analysis.nodes import all_nodes, fake_value
 from omnicomp.analysis.random_state import GeneratorStates, generator_states
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager
@@ -30,6 +30,8 @@ from omnicomp.timeline import Option, Reason, current
 
 _CALLS: Final = 2
 """How many calls are compared: the second has other inputs, and maybe other strides of its gradients."""
+
+_STATISTICS: Final = ("batch_norm", "instance_norm")
 
 
 def compared(
@@ -77,9 +79,20 @@ class _Comparison:
         self._plain, self._graph = plain, graph
         nodes = plain.graph.find_nodes(op="placeholder")
         fakes = [fake_value(node) for node in nodes]
-        # Dynamo ran the graph's writes on these.
-        self._written = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, Tensor) and fake._version)
+        # Normalisation with running statistics writes to them without a new version.
+        normed = any(getattr(node.target, "__name__", "") in _STATISTICS for node in all_nodes(plain))
+        # Dynamo ran the graph's other writes on these.
+        self._written = tuple(
+            index
+            for index, fake in enumerate(fakes)
+            if isinstance(fake, Tensor) and (fake._version or (normed and not fake.requires_grad))
+        )
         self._refusal = effects_of(plain)
+        for node in plain.graph.find_nodes(op="get_attr"):
+            held, fake = getattr(plain, str(node.target), None), fake_value(node)
+            written = isinstance(fake, Tensor) and fake._version
+            if isinstance(held, Tensor) and (held.requires_grad or normed or written):
+                self._refusal = self._refusal or "it may write to a tensor that it holds"  # as an optimizer's does
         if any(fakes[index].requires_grad for index in self._written):
             self._refusal = self._refusal or "it writes to an input that requires a gradient"
 

@@ -96,6 +96,26 @@ def test_comparing_writes_nothing() -> None:
     assert not omnicomp.audit().retreats
 
 
+def test_comparing_leaves_running_statistics() -> None:
+    model, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    expected = nn.BatchNorm1d(3)
+    for _ in range(3):
+        assert torch.equal(compiled(model)(x), expected(x))
+    assert all(map(torch.equal, model.buffers(), expected.buffers()))
+
+
+def test_comparing_leaves_what_an_optimizer_steps() -> None:
+    values = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([value], lr=0.5, momentum=0.5) for value in values]
+    step = compiled(optimizers[0].step)
+    for number in range(3):
+        for value in values:
+            value.grad = torch.full((3,), float(number + 1))
+        step()
+        optimizers[1].step()
+    assert torch.equal(*values)
+
+
 def test_what_can_not_be_compared_is_said() -> None:
     def writing(x: Tensor) -> Tensor:
         x.mul_(2)
