@@ -674,3 +674,9 @@ def test_an_empty_batch_beside_symbolic_lengths():
     result = compiled(spell_functions, backend, dynamic=True)(*arguments)
     assert result.stride() == spell_functions(*arguments).stride()
     assert len(backend.of(NearMiss)) + len(backend.of(Rewrite)) == 1
+
+
+def test_a_query_without_dimensions_beside_its_features():
+    q, k, v = torch.randn(4), torch.randn(5, 4), torch.randn(5, 3)
+    backend = fuse(lambda q, k, v: torch.softmax(q @ k.T, 0) @ v, q, k, v)
+    assert len(backend.of(NearMiss)) + len(backend.of(Rewrite)) == 1

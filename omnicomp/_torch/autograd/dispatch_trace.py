@@ -17,32 +17,37 @@ Listener = Callable[[Any, Sequence[Any], Mapping[str, Any], _Out], None]
 
 
 class _ListeningMode(TorchDispatchMode):
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, before: Callable[[torch.Tensor], None] | None = None) -> None:
         super().__init__()
-        self.listener = listener
+        self.listener, self.before = listener, before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self.before is not None and torch.Tag.inplace_view in func.tags:
+            self.before(args[0])
         out = func(*args, **(kwargs or {}))
         self.listener(func, args, kwargs or {}, out)
         return out
 
 
 @contextlib.contextmanager
-def listening(values: Sequence[Any], listener: Listener) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
+def listening(
+    values: Sequence[Any], listener: Listener, before: Callable[[torch.Tensor], None] | None = None
+) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
     """Run operators on fake tensors of the mode of `values`, without gradients and without adding guards.
 
     Args:
         values: fake tensors, or real ones if there are no fake ones.
         listener: called after every ATen operator with the operator, its arguments and its result.
+        before: called with a tensor whose sizes and strides are about to be changed in place, as by `transpose_`.
 
     Yields:
         A function that gives the fake tensor of a real one.
     """
     mode = detect_fake_mode(list(values))
     if mode is None:
-        with torch.no_grad(), _ListeningMode(listener):
+        with torch.no_grad(), _ListeningMode(listener, before):
             yield lambda tensor: tensor
         return
     environment = mode.shape_env
@@ -53,7 +58,7 @@ def listening(values: Sequence[Any], listener: Listener) -> Generator[Callable[[
             stack.enter_context(environment.ignore_fresh_unbacked_symbols())
         for context in (mode, torch.no_grad(), mock.patch.object(mode, "allow_non_fake_inputs", True)):
             stack.enter_context(context)
-        with _ListeningMode(listener):
+        with _ListeningMode(listener, before):
             yield mode.from_tensor
 
 

@@ -142,7 +142,7 @@ def trace(module: GraphModule) -> Trace:
     inputs = [fake_value(node) for node in module.graph.find_nodes(op="placeholder")]
     fakes = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     fakes += [v for n in module.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)][:1]
-    with listening(fakes, recorder.listen) as fake_of:
+    with listening(fakes, recorder.listen, recorder.keep) as fake_of:
         recorder.fake_of = fake_of
         _Runner(module, recorder, _single_calls(module)).run_with(
             [tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value) for value in inputs]
@@ -208,6 +208,13 @@ class _Recorder:
             op.target = functional
         for tensor in written:
             self._write(tensor, op)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let values of a tensor keep its sizes and strides, which are about to be changed in place."""
+        kept = tensor.detach()
+        for value in (self.value(tensor), *(v for op in self.trace.ops for v in (*op.inputs, *op.outputs))):
+            if value.fake is tensor:
+                value.fake = kept
 
     def note(self, name: str, schema_args: Sequence[Any], kwargs: Mapping[str, Any], *out: torch.Tensor) -> None:
         """An operator of ours that stands for several."""

@@ -61,6 +61,12 @@ def test_changes_in_place_become_new_values():
     assert value.op.args[0].op.name == "add"
 
 
+def test_values_keep_their_sizes_when_those_are_changed_in_place():
+    made = capture(lambda x: x.mul(2).add_(1).unsqueeze_(0), X)
+    shapes = [tuple(op.outputs[0].fake.shape) for op in made.trace.ops]
+    assert shapes == [(2, 4, 6, 8), (2, 4, 6, 8), (1, 2, 4, 6, 8)]
+
+
 def test_a_node_does_not_hold_what_it_held_before_a_change():
     def function(x, y):
         z = x * 2
