@@ -26,6 +26,7 @@ from omnicomp._torch.autograd.compiled_function import in_backward, on_function,
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, samples, shipping
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.parameters import static_dynamo_input
+from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp._torch.user_code import modules_of_operators
 from omnicomp.backend.autograd import eager_gradients
 from omnicomp.backend.capture import CapturedGraph
@@ -137,11 +138,13 @@ def build_behind(
         current().append(_ineffective(graph.id, reason))
         return None
 
+    meanwhile = eager_calls(plain)
+
     def wrapped(
         call: Callable[..., Any],
         sizes: late_compile.SizeGuards | None,
         other: Callable[..., Any] | None = None,
-        eager: Callable[..., Any] = plain,
+        eager: Callable[..., Any] = meanwhile,
     ) -> Callable[..., Any]:
         if sizes is not None and sizes.holds is not None:
             call = within_sizes(call, eager, sizes, graph) if other is None else _where(sizes.holds, call, other)
@@ -154,7 +157,7 @@ def build_behind(
 
     first, better = _tiers(policy, graph.device.type, training=graph.training)
     wish = Wish(graph=data, values=seen, policy=first)
-    behind = Behind(graph, plain, wish, static, shipping.symbols_of(scene.inputs), better, wrapped, build_here)
+    behind = Behind(graph, meanwhile, wish, static, shipping.symbols_of(scene.inputs), better, wrapped, build_here)
     behind.start()
     return behind.__call__
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.fx import forget_tensors
+from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.accuracy import first_difference
 from omnicomp.analysis.nodes import all_nodes, fake_value
 from omnicomp.analysis.random_state import GeneratorStates, generator_states
@@ -76,7 +77,7 @@ class _Comparison:
     """Compares a compiled graph with the captured one."""
 
     def __init__(self, plain: GraphModule, graph: CapturedGraph) -> None:
-        self._plain, self._graph = plain, graph
+        self._plain, self._graph = eager_calls(plain), graph
         nodes = plain.graph.find_nodes(op="placeholder")
         fakes = [fake_value(node) for node in nodes]
         # Normalisation with running statistics writes to them without a new version.

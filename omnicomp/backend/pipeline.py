@@ -18,6 +18,7 @@ from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx, libraries
 from omnicomp._torch.repairs.random_numbers import as_passed
+from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.backend import weight_inputs
@@ -317,9 +318,9 @@ def _with_variants(
                 scene, lambda fakes: _build(make(), fakes, variant, after_dynamo=True)
             )
         # What is compiled ahead for a graph that may be saved is so before Dynamo makes its guards, which then hold it.
-        return (
-            compiled if sizes.holds is None or saving.is_bundled() else within_sizes(compiled, original, sizes, variant)
-        )
+        if sizes.holds is None or saving.is_bundled():
+            return compiled
+        return within_sizes(compiled, eager_calls(original), sizes, variant)
 
     variants = Variants(
         checks=checks,

@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.fx import copy_module
+from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.random_state import generator_states
 from omnicomp.backend.autograd import uses_inductor
 from omnicomp.backend.capture import CapturedGraph
@@ -51,7 +52,7 @@ def given_up_if_rejected(compiled: Callable[..., Any], kept: GraphModule, graph:
         except Rejected as rejected:
             states.restore()
             once = record_eager(graph.id, graph_compiler(graph), rejected.reason)
-            eager = put_references(copy_module(kept))
+            eager = eager_calls(put_references(copy_module(kept)))
 
             def run(*args: Any) -> Any:
                 result = eager(*args)
@@ -108,7 +109,7 @@ def _running_eager(
 
     If it did so because something failed, the first call asks whether it did on all ranks.
     """
-    once = record_eager(graph, compiler, reason)
+    once, eager = record_eager(graph, compiler, reason), eager_calls(gm)
     asked = failed is None
     recorded = current()
     raised = Once(lambda: recorded.append(Outcome(**_whole(graph), state="raised")))
@@ -119,7 +120,7 @@ def _running_eager(
             if not asked and failed is not None:
                 agree_on_eager(recorded, failed.record, failed.policy, reason, gm, args)
                 asked = True
-            result = gm(*args)
+            result = eager(*args)
         except BaseException:
             raised()
             raise

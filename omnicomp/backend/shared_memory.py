@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.dynamo.overlaps import Sharing
+from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager, retreat_to_eager
 from omnicomp.backend.saved import carried
@@ -32,6 +33,7 @@ def checked(
     """Run the graph eager in the calls whose inputs share memory otherwise than when it was compiled."""
     if not sharing.compared:
         return compiled
+    eager = eager_calls(plain)
     once: Once | None = None
 
     def call(*arguments: Any) -> Any:
@@ -39,7 +41,7 @@ def checked(
         if sharing.holds(arguments):
             return compiled(*arguments)
         once = once or record_eager(graph.id, graph_compiler(graph), _reason(graph))
-        results = plain(*arguments)
+        results = eager(*arguments)
         once()
         return results
 
