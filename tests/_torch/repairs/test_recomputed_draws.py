@@ -44,25 +44,24 @@ def test_gradients_and_random_numbers_are_eagers(part: Any, context: dict[str, A
     )
 
 
+def _drops_the_same(program: Any, **how: Any) -> bool:
+    torch.compiler.reset()
+    x = torch.ones(64, requires_grad=True)
+    torch.manual_seed(0)
+    y = torch.compile(program, **how)(x)
+    y.sum().backward()
+    return torch.equal(y != 0, x.grad != 0)  # pyright: ignore[reportOptionalOperand]
+
+
 def test_torch_needs_the_repair() -> None:
     def program(x: Tensor) -> Tensor:
         return checkpoint(_dropped, x, use_reentrant=False, context_fn=_kept)
 
-    torch.compiler.reset()
-    x = torch.ones(64, requires_grad=True)
-    torch.manual_seed(0)
-    y = torch.compile(program, backend="eager")(x)
-    y.sum().backward()
-    assert not torch.equal(y != 0, x.grad != 0)  # pyright: ignore[reportOptionalOperand]
+    assert not _drops_the_same(program, backend="eager")
 
 
 def test_the_program_may_ask_for_other_numbers() -> None:
     def program(x: Tensor) -> Tensor:
         return checkpoint(_dropped, x, use_reentrant=False, preserve_rng_state=False)
 
-    torch.compiler.reset()
-    x = torch.ones(64, requires_grad=True)
-    torch.manual_seed(0)
-    y = torch.compile(program, backend="omni", options={"autograd": "eager"})(x)
-    y.sum().backward()
-    assert not torch.equal(y != 0, x.grad != 0)  # pyright: ignore[reportOptionalOperand]
+    assert not _drops_the_same(program, backend="omni", options={"autograd": "eager"})
