@@ -18,6 +18,7 @@ from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import StitchedGraph, is_bundled, is_marked, mark
 from omnicomp._torch.inductor.cache_lookups import autograd_lookup, counts
+from omnicomp._torch.inductor.recordable import marked_inputs
 from omnicomp._torch.repairs import folded_nans
 from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.rounded_casts import casts_kept
@@ -121,6 +122,7 @@ def _compile(
     verifies = graph.policy.verify in VERIFYING
     tag = f"{tag}-verified" if verifies and is_bundled() else tag
     tag = f"{tag}-passes" if graph.policy.verify == "inductor" else tag
+    tag += marked_inputs(gm) if graph.device.type == "cuda" else ""
     engines, exact, count = bool(engines_of(graph.policy)), graph.policy.numerics != "inductor", len(inputs)
     known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
     own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm

@@ -190,18 +190,19 @@ class Policy:
         'devices, too, where their calls were not measured; `"never"`: each is built',
     )
     cudagraphs: str = option(
-        "never",
+        "auto",
         choice("auto", "always", "never"),
         '`"auto"`: a compiled graph on CUDA whose replays as a CUDA graph are measured to be faster than its calls is '
-        "recorded. What a call returns is copied, so that no later one overwrites it. Training gains nothing yet. "
-        '`"always"`: without measuring; `"never"`: only as Inductor\'s own `triton.cudagraphs` and '
-        '`mode="reduce-overhead"` do, which go before this option. See [ADR 23](adr/0023-cuda-graphs-by-themselves.md)',
+        "recorded, in training its forward and its backward. What a call returns is copied, so that no later one "
+        'overwrites it. `"always"`: without measuring; `"never"`: only as Inductor\'s own `triton.cudagraphs` and '
+        '`mode="reduce-overhead"` do, which go before this option. With `background`, `"never"` is the default. See '
+        "[ADR 23](adr/0023-cuda-graphs-by-themselves.md)",
     )
     cudagraphs_bytes: int | None = option(
         None,
         count,
-        "the memory that these recordings may hold; without it, a tenth of the most that the process has needed, and "
-        "at least 256 MiB. What would hold more runs without",
+        "the memory that these recordings may hold; without it, a tenth of the most that the process has needed, or a "
+        "hundredth of the device's memory if that is more, and at least 256 MiB. What would hold more runs without",
         in_digest=False,
     )
     max_builds: int = option(
@@ -368,14 +369,15 @@ class Policy:
     # These are no options: `parse` makes them of `lowerings`, of the mode, and of Inductor's keys.
     choose: str = "off"
     rules: tuple[Rule, ...] = ()
-    records: bool = False  # whether calls are recorded by `cudagraphs`, and not by Inductor's own options
+    records: bool = True  # whether calls are recorded by `cudagraphs`, and not by Inductor's own options
     mode: str = "default"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
         parts = {name: getattr(self, name) for name, spec in SPECS.items() if spec.in_digest}
-        return {**parts, "choose": self.choose, "rules": self.rules, "dtype_policy": str(self.dtype_policy)}
+        made = {"choose": self.choose, "rules": self.rules, "records": self.records}
+        return {**parts, **made, "dtype_policy": str(self.dtype_policy)}
 
 
 SPECS: Final[dict[str, OptionSpec]] = {
@@ -436,8 +438,10 @@ def parse(mode: str | None, options: Mapping[str, Any] | None, checks: Mapping[s
         raise OptionError(f"Inductor refuses the options: {error}") from None
     # Looked at here, since a graph that is to be recorded is compiled with Inductor's option on.
     by_inductor = inductor.cudagraphs_configured() or any(name in patches for name in _CUDAGRAPHS)
-    own["records"] = own.get("cudagraphs", "never") != "never" and not by_inductor
-    return Policy(mode=mode, inductor=patches, **own)
+    if own.get("background"):  # builds in workers can't be recorded, and were asked for
+        own.setdefault("cudagraphs", "never")
+    policy = Policy(mode=mode, inductor=patches, **own)
+    return dataclasses.replace(policy, records=policy.cudagraphs != "never" and not by_inductor)
 
 
 def _check_numerics(own: Mapping[str, Any]) -> None:

@@ -6,6 +6,9 @@ that no later call can overwrite it. What autograd holds, torch's trees keep, as
 The first calls of a graph run as they would without. Then plain calls and replays take turns, each between two events
 on the stream, so that what is compared is the time that the program's own calls take, copies included; nothing waits
 for the device. The faster way is kept. Both ways give the same values, and each call is made once.
+
+A call takes as long as the device or the host, whichever is busy for longer: replays let the host run ahead, so that
+the device does not wait in the plain calls between them, and the time between two events would hide the host's.
 """
 
 import dataclasses
@@ -28,12 +31,13 @@ from omnicomp.timeline import CudaGraph, Reason, Timeline
 _COLD: Final = 2  # calls that are not timed: they compile kernels
 _SAMPLES: Final = 4  # calls of each way that are timed
 _FASTER: Final = 0.95  # what a replay may take of a plain call's time
+_SLOWER: Final = 1.05  # the same of the device's alone, which may be what the program waits for
 _SECONDS: Final = 5e-6  # and the seconds that it must save
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # recordings of one of them: one for each set of weights
 _UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
 _APART: Final = 64  # calls of a backward in a row whose forward was not replayed
-_LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model
+_LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model and the device
 
 
 class Mark(Protocol):
@@ -304,7 +308,8 @@ class Recording:
         if not all(begin.query() and end.query() for begin, end, _ in (*sizes.plain, *sizes.recorded)):
             return False
         plain, recorded = _median(sizes.plain), _median(sizes.recorded)
-        faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS
+        device, replayed = _on_device(sizes.plain), _on_device(sizes.recorded)
+        faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS and replayed <= device * _SLOWER
         self._settle(sizes, "" if faster else "replays are not faster", plain=plain, recorded=recorded)
         return faster
 
@@ -383,6 +388,10 @@ def _storages(values: Iterable[Any]) -> dict[int, int]:
 
 
 def _median(samples: Iterable[_Sample]) -> float:
+    return statistics.median(max(begin.elapsed_time(end) * 1e-3, seconds) for begin, end, seconds in samples)
+
+
+def _on_device(samples: Iterable[_Sample]) -> float:
     return statistics.median(begin.elapsed_time(end) * 1e-3 for begin, end, _ in samples)
 
 

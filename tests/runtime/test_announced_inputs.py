@@ -36,6 +36,15 @@ def test_what_differs(announced: Any, value: Any, said: str) -> None:
     assert said in found
 
 
+def test_seeds_of_attention_may_be_on_the_host() -> None:
+    with FakeTensorMode():
+        seed, number, seeds = (torch.empty(shape, dtype=torch.int64, device="cuda") for shape in ((), (), (2,)))
+        number = number.double()
+    assert not difference(announce([seed]), [torch.tensor(3)], strides=True)
+    assert "on cpu" in difference(announce([number]), [torch.tensor(3.0, dtype=torch.float64)], strides=True)
+    assert "on cpu" in difference(announce([seeds]), [torch.tensor([3, 4])], strides=True)
+
+
 def test_symbolic_sizes_and_a_wrong_count_are_left_to_the_call() -> None:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 

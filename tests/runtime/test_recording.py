@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.overrides.registry import registered, unregister
 from omnicomp.options.policy import parse
+from omnicomp.runtime import recording as module
 from omnicomp.runtime.recording import Recorders, Recording, _uncapturable
 from omnicomp.timeline import CudaGraph, Timeline, events
 
@@ -33,12 +35,23 @@ class FakeMark:
         return end_event.at - self.at
 
 
+host = types.SimpleNamespace(ms=0.0)
+"""The host's clock."""
+
+
+@pytest.fixture(autouse=True)
+def fake_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: host.ms * 1e-3))
+
+
 @dataclasses.dataclass
 class FakeRecorder:
-    """Each replay writes to the same memory, as a recording does; a clock of its own says what calls take."""
+    """Each replay writes to the same memory, as a recording does; clocks of its own say what calls take."""
 
     plain_ms: float = 2.0
     replay_ms: float = 1.0
+    plain_host_ms: float = 0.0
+    replay_host_ms: float = 0.0
     refusal: str = ""
     failure: str = ""
     held: int = 100
@@ -63,6 +76,7 @@ class FakeRecorder:
             nonlocal calls
             calls += 1
             self.clock -= self.plain_ms - self.replay_ms
+            host.ms -= self.plain_host_ms - self.replay_host_ms
             if calls <= 2:
                 self.work += 1
             outputs = model(inputs)
@@ -108,6 +122,7 @@ def recording(
 
     def plain(inputs: list[Any]) -> list[torch.Tensor]:
         recorder.clock += recorder.plain_ms
+        host.ms += recorder.plain_host_ms
         arguments = list(inputs)
         inputs.clear()
         return call(*arguments)
@@ -154,6 +169,24 @@ def test_a_graph_whose_replays_are_not_faster_beyond_the_noise_runs_plainly(repl
     clock = recorder.clock
     run(torch.ones(3))
     assert recorder.clock == clock + 2.0  # and nothing of a replay
+
+
+@pytest.mark.parametrize(
+    ("replay", "host", "state"),
+    [
+        (2.0, 3.0, "recorded"),  # the replays between plain calls let the host run ahead, and hide what it takes
+        (2.0, 2.0, "plain"),
+        (2.2, 3.0, "plain"),  # copies that the device may be late with
+    ],
+)
+def test_a_graph_whose_launches_take_the_host_longer_than_the_device_is_recorded(
+    replay: float, host: float, state: str
+) -> None:
+    run, told = recording(FakeRecorder(plain_ms=2.0, replay_ms=replay, plain_host_ms=host, replay_host_ms=0.1))
+    for _ in range(20):
+        run(torch.ones(3))
+    (event,) = told()
+    assert event.state == state
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -449,4 +482,7 @@ def test_inductors_own_option_goes_before(options: dict[str, Any]) -> None:
     assert not parse(None, {"cudagraphs": "always", **options}).records
     assert not parse("reduce-overhead", {"cudagraphs": "always"}).records
     assert parse(None, {"cudagraphs": "auto"}).records
-    assert not parse(None, {}).records
+    assert parse(None, {}).records
+    assert not parse(None, {"cudagraphs": "never"}).records
+    assert not parse(None, {"background": True}).records  # what is built in a worker
+    assert parse(None, {"background": True, "cudagraphs": "auto"}).records

@@ -8,6 +8,7 @@ They are a manager beside torch's own, so that functions compiled with `mode="re
 """
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -115,6 +116,8 @@ class Trees(CUDAGraphTreeManager):
         self.plain -= 1
         outputs = super().record_function(new_inputs, function_id)
         self._recording = False
+        if isinstance(self.current_node, CUDAGraphNode):
+            _hold_what_autograd_holds(self.current_node)
         self._note()
         return outputs
 
@@ -146,8 +149,9 @@ class Trees(CUDAGraphTreeManager):
         return sum(segment["total_size"] for segment in get_cudagraph_segments(self.cuda_graphs_thread_pool))
 
     def bytes_allowed(self) -> int:
-        """A tenth of what the program has needed at most."""
-        return torch.cuda.max_memory_allocated(self.device_index) // 10
+        """A tenth of what the program has needed at most, or a hundredth of the device's memory if that is more."""
+        total = torch.cuda.get_device_properties(self.device_index).total_memory
+        return max(torch.cuda.max_memory_allocated(self.device_index) // 10, total // 100)
 
     def live(self) -> bool:
         """Whether anybody holds a tensor of the pool."""
@@ -158,6 +162,34 @@ class Trees(CUDAGraphTreeManager):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device_index))
         return event
+
+
+def _hold_what_autograd_holds(node: CUDAGraphNode) -> None:
+    """Have a recording's tensors live as long as autograd saves them.
+
+    Torch 2.13 takes a reference of C++'s for its own, so that a tensor that nobody but autograd holds is dead to it.
+    That does no harm to generations, which end whoever holds their tensors.
+    """
+    made = weakref.ref(node)
+
+    def unheld(index: int) -> bool:
+        found = made()
+        return found is not None and held_once(found.cached_tensor_outputs, index)
+
+    def initialize() -> None:
+        found = made()
+        assert found is not None
+        CUDAGraphNode._initialize_cached_tensors(found)
+        for index, reference in enumerate(found.outputs_weakrefs):
+            if reference is not None and reference.extra_ref_check is not None:
+                reference.extra_ref_check = functools.partial(unheld, index)
+
+    node._initialize_cached_tensors = initialize  # type: ignore[method-assign]
+
+
+def held_once(tensors: Sequence[Any], index: int) -> bool:
+    """Whether nobody but a list holds one of its tensors, neither in Python nor in C++."""
+    return tensors[index]._use_count() == 1 and sys.getrefcount(tensors[index]) == 2  # the list's, and the call's
 
 
 _trees: Final[weakref.WeakValueDictionary[int, Trees]] = weakref.WeakValueDictionary()

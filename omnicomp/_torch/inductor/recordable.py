@@ -20,6 +20,8 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import BoxedBool
 from torch.utils._ordered_set import OrderedSet
 
+from omnicomp._torch.inductor.store import key_of
+
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 # A call of attention with a probability of dropout among its positional arguments; `scale` goes by its name.
@@ -86,6 +88,17 @@ def unrecorded(
         return None
     post_compile(compiled, example_inputs, constants, {**graph_kwargs, "cudagraphs": BoxedBool(False)})
     return _recordable(compiled, int(visible), constants.unwrap(compiled))
+
+
+def marked_inputs(module: torch.fx.GraphModule) -> str:
+    """Which inputs of a Dynamo graph have addresses that stay, for the keys of caches.
+
+    The key of AOTAutograd's cache has them from torch 2.13 on. Before, a graph whose cache was marked by
+    `mark_static_address` got the artefact of one whose cache may move, which is not recorded.
+    """
+    places = module.graph.find_nodes(op="placeholder")
+    marked = [i for i, node in enumerate(places) if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")]
+    return f"-static{key_of(marked)}" if marked else ""
 
 
 @contextlib.contextmanager
