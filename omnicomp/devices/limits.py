@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from omnicomp._torch.autograd.sdpa_bench import versions
+from omnicomp._torch.devices.timer import versions
 from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.devices.cpu import processor
 

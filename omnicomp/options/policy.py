@@ -170,8 +170,8 @@ class Policy:
     attention_seconds: float = option(
         2.0,
         limit("2"),
-        "how long the kernels for attention may be timed while a graph is compiled for CUDA; what is known from "
-        "before costs nothing, and what is left is chosen by rule. `0`: all is. See "
+        "how long the kernels for attention may be timed while a graph is compiled for CUDA, and those for layers of "
+        "few rows; what is known from before costs nothing, and what is left is chosen by rule. `0`: all is. See "
         "[attention.md](attention.md#kernels-by-measuring)",
         in_digest=False,
     )

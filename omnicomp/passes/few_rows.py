@@ -6,13 +6,14 @@ read rows.
 A product of few rows takes as long as reading the weight. cuBLAS takes 5 µs however small the weight is, and reads a
 large one at 60 to 90 % of the memory's speed. On an H200, in bfloat16, the kernel for one row was faster for all 14
 weights that were measured (512 x 2048 to 32000 x 4096; 0.4 to 0.96 of cuBLAS' time), and the one for up to 16 rows
-where several layers share an input and are small together. No copy of the weights is made, so that nothing has to
-follow them.
+where several layers share an input and are small together. That is the rule; where the device can be asked, the layers
+are timed both ways, once a machine. No copy of the weights is made, so that nothing has to follow them.
 """
 
 import dataclasses
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -22,12 +23,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils._pytree import tree_leaves
 
+from omnicomp._torch.devices.timer import DeviceTimer, measurable, versions
 from omnicomp._torch.dynamo.late_compile import is_subclass
 from omnicomp._torch.inductor import triton_ops
+from omnicomp._torch.inductor.store import key_of
 from omnicomp._torch.inductor.triton_ops import Buffer, Launch, Plan
 from omnicomp.analysis.certify import NO_OVERFLOW, ROUNDING, Assumption
 from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 from omnicomp.options.policy import Policy
+from omnicomp.passes.attention.timings import Budget, Timed, fastest, known_or_measured
 from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
 from omnicomp.passes.kernels import measured
@@ -36,6 +40,9 @@ _HALF: Final = (torch.bfloat16, torch.float16)
 _MAX_ROWS: Final = 16
 _LAYERS: Final = 3  # of a launch
 _MIN_FEATURES: Final = 256
+# Bytes of weights that are read in turn when layers are timed: more than a cache holds.
+_COLD_BYTES: Final = 1 << 28
+KERNEL, CUBLAS = "one kernel", "cublas"
 # Elements of the weights of a launch for several rows: 20.6 µs for 2^25, where cuBLAS took 21.8, and 7 % more beyond.
 _MANY_WEIGHTS: Final = 1 << 25
 _LINEAR: Final = frozenset(("torch.nn.functional.linear",))
@@ -79,6 +86,91 @@ LINEARS: Final = triton_ops.define(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Layers that share an input, by all that their time depends on."""
+
+    dtype: torch.dtype  # of the input and the weights
+    rows: int  # of the input
+    features: int  # of a row
+    sizes: tuple[int, ...]  # how many results of a row each layer has
+    bias: bool  # whether each has a bias
+
+
+class Bench(DeviceTimer):
+    """Layers timed with weights that no cache holds; a context manager, which holds them."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        super().__init__(device)
+        self.problem = problem
+        self._x = torch.empty(0)
+        self._layers: Iterator[tuple[list[Tensor], list[Tensor]]] = iter(())
+
+    def __enter__(self) -> "Bench":
+        """Make the operands.
+
+        Raises:
+            RuntimeError: the device has no room for them.
+        """
+        super().__enter__()
+        problem, generator = self.problem, torch.Generator(self._device).manual_seed(0)
+        size = sum(problem.sizes) * problem.features * problem.dtype.itemsize
+        copies = 1 + _COLD_BYTES // size
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=self._device, dtype=problem.dtype)
+
+        try:
+            if copies * size > self.free():
+                raise RuntimeError("the device has no room for a second set of weights")
+            self._x = random(problem.rows, problem.features)
+            biases = [random(each) for each in problem.sizes] if problem.bias else []
+            sets = [[random(each, problem.features) for each in problem.sizes] for _ in range(copies)]
+            self._layers = itertools.cycle([(weights, biases) for weights in sets])
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._x, self._layers = torch.empty(0), iter(())
+        super().__exit__(*error)
+
+    def layers(self, name: str) -> float:
+        """Milliseconds of all layers, by a kernel of this pass or by cuBLAS.
+
+        Raises:
+            RuntimeError: they can't be computed so.
+        """
+        compute = LINEARS if name == KERNEL else _reference
+        return self.timed(lambda: compute(self._x, *next(self._layers)))
+
+
+def decide(
+    problem: Problem, names: Sequence[str], budget: Budget, device: torch.device, make: Any = Bench
+) -> Timed | None:
+    """The faster way for some layers, measured now or before; None if it can't be, or there is no time left.
+
+    Args:
+        problem: the layers.
+        names: both ways; the second is taken where it is faster by more than the spread of times.
+        budget: what measuring may take.
+        device: where they run.
+        make: makes what times them.
+    """
+
+    def measure(_: float) -> tuple[Timed | None, float]:
+        times: dict[str, float] = {}
+        first: dict[str, float] = {}
+        with make(problem, device) as bench:
+            for name in names:
+                times[name], first[name] = round(bench.layers(name), 5), bench.first
+        best = fastest(times)
+        return Timed(best=best, times=times), first[best] if best == KERNEL else 0.0
+
+    return known_or_measured(key_of(versions(device), problem, names), device, budget, measure)
+
+
 @dataclasses.dataclass(frozen=True)
 class FewRows(Pass):
     """Computes linear layers of few rows in inference by kernels that read the weights at the memory's speed."""
@@ -86,6 +178,7 @@ class FewRows(Pass):
     name: ClassVar[str] = "few_rows"
     told: ClassVar[bool] = False
     enabled: bool = True  # whether Inductor compiles the graph, and has no tuned kernels for products itself
+    seconds: float = 0.0  # how long layers may be timed while a graph is compiled
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """The kernels sum in another order, in float32."""
@@ -94,7 +187,7 @@ class FewRows(Pass):
     def of(self, policy: Policy) -> "FewRows":
         """This pass with the options that the user's policy gives it."""
         tuned = any(policy.inductor.get(key) for key in _TUNED)
-        return FewRows(enabled="inductor" in policy.lowerings and not tuned)
+        return FewRows(enabled="inductor" in policy.lowerings and not tuned, seconds=policy.attention_seconds)
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the graph is inference on a GPU that the kernels were measured on."""
@@ -113,27 +206,34 @@ class FewRows(Pass):
             layer = _layer(node)
             if layer is not None and _fits(layer, changed) and node not in scopes.entered:
                 groups.setdefault((layer.x, layer.bias is not None, scopes.number[node]), []).append(layer)
-        done = False
+        done, budget = False, Budget(self.seconds)
         place = {node: index for index, node in enumerate(module.graph.nodes)}
         for layers in groups.values():
             first = place[layers[0].node]
             early = [layer for layer in layers if all(place[each] <= first for each in layer.given)]
             for at in range(0, len(early), _LAYERS):
-                done |= self._replace(early[at : at + _LAYERS], context)
+                done |= self._replace(early[at : at + _LAYERS], context, budget)
         return PassResult(module, done)
 
-    def _replace(self, layers: Sequence["_Layer"], context: PassContext) -> bool:
+    def _replace(self, layers: Sequence["_Layer"], context: PassContext, budget: Budget) -> bool:
         x, weights = layers[0].x, [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        rows = fake_value(x).numel() // fake_value(x).shape[-1]
-        elements = sum(fake_value(weight).numel() for weight in weights)
-        if rows > 1 and (len(layers) == 1 or elements > _MANY_WEIGHTS):
+        given = fake_value(x)
+        rows, features = given.numel() // given.shape[-1], given.shape[-1]
+        sizes = tuple(fake_value(weight).shape[0] for weight in weights)
+        ruled = rows == 1 or (len(layers) > 1 and sum(sizes) * features <= _MANY_WEIGHTS)
+        timed = None
+        if budget.enabled and measurable(given.device):
+            problem = Problem(dtype=given.dtype, rows=rows, features=features, sizes=sizes, bias=bool(biases))
+            timed = decide(problem, (KERNEL, CUBLAS) if ruled else (CUBLAS, KERNEL), budget, given.device)
+        if not (ruled if timed is None else timed.best == KERNEL):
             return False
         made = insert_call(layers[0].node, LINEARS, (x, weights, biases))
         detail = f"{rows} row{'s' * (rows > 1)}, {len(layers)} layer{'s' * (len(layers) > 1)}"
         for at, layer in enumerate(layers):
             node = layer.node
-            context.rewrite(self.name, "linear", node, target=str(LINEARS.name()), detail=detail)
+            target, times = str(LINEARS.name()), timed and timed.times
+            context.rewrite(self.name, "linear", node, target=target, detail=detail, timed=times)
             node.op, node.target, node.args = "call_function", operator.getitem, (made, at)
         return True
 

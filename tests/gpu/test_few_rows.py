@@ -8,7 +8,7 @@ from recorded import events
 from omnicomp.devices import resolve_device
 from omnicomp.devices.limits import limits
 from omnicomp.passes.attention.few_queries import FEW_QUERIES
-from omnicomp.passes.few_rows import LINEARS
+from omnicomp.passes.few_rows import CUBLAS, KERNEL, LINEARS, Bench, Problem
 from omnicomp.passes.kernels import measured
 from omnicomp.timeline import Rewrite
 
@@ -112,3 +112,20 @@ def test_limits_are_measured_once() -> None:
     assert found.bytes > 1e11
     assert found.flops > 1e13
     assert limits("cuda") == found
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (2048, 512, 512)), (8, (2048,))])
+def test_both_ways_are_timed_on_weights_that_no_cache_holds(rows: int, sizes: tuple[int, ...]) -> None:
+    problem = Problem(dtype=torch.bfloat16, rows=rows, features=2048, sizes=sizes, bias=True)
+    with Bench(problem, torch.device("cuda", torch.cuda.current_device())) as bench:
+        times = {name: bench.layers(name) for name in (KERNEL, CUBLAS)}
+    fastest = 2 * 2048 * sum(sizes) / 8e9  # milliseconds at 8 TB/s
+    assert all(fastest < ms < 1 for ms in times.values()), times
+
+
+@torch.no_grad()
+def test_the_report_has_what_was_measured() -> None:
+    torch.compile(Block(), backend="omni")(random(1, 1, 512), torch.tensor([5], device="cuda"))
+    timed = [rewrite.timed for rewrite in events(Rewrite) if rewrite.name == "few_rows"]
+    assert timed
+    assert all(set(times) == {KERNEL, CUBLAS} for times in timed)

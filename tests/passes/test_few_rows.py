@@ -4,7 +4,8 @@ import torch.nn.functional as F
 
 import omnicomp
 from omnicomp.passes import few_rows
-from omnicomp.passes.few_rows import LINEARS, FewRows
+from omnicomp.passes.attention.timings import Budget, Timed, forget
+from omnicomp.passes.few_rows import CUBLAS, KERNEL, LINEARS, FewRows, Problem
 
 WIDTH = 256
 
@@ -186,3 +187,63 @@ def test_the_rewrite_has_a_certificate(module):
 def test_the_operator_is_described_as_it_computes():
     x, weights = numbers(2, 3, WIDTH), [numbers(8, WIDTH), numbers(4, WIDTH)]
     torch.library.opcheck(LINEARS, (x, weights, []), test_utils=("test_schema", "test_faketensor"))
+
+
+class FakeBench:
+    """Says what layers take."""
+
+    def __init__(self, **times):
+        self.times, self.asked, self.first = times, [], 0.0
+
+    def __call__(self, problem, device):
+        self.asked.append(problem)
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def layers(self, name):
+        return self.times[name.partition(" ")[0]]
+
+
+@pytest.mark.parametrize(
+    ("names", "times", "best"),
+    [
+        ((KERNEL, CUBLAS), {"one": 0.020, "cublas": 0.015}, CUBLAS),
+        ((CUBLAS, KERNEL), {"one": 0.020, "cublas": 0.025}, KERNEL),
+        ((CUBLAS, KERNEL), {"one": 0.0202, "cublas": 0.0206}, CUBLAS),  # within the spread, the rule decides
+    ],
+)
+def test_the_faster_way_is_taken_and_measured_once(names, times, best, monkeypatch, tmp_path):
+    monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(few_rows, "versions", lambda device: ("a GPU",))
+    problem = Problem(dtype=torch.bfloat16, rows=4, features=256, sizes=(64, 64), bias=False)
+    bench, budget = FakeBench(**times), Budget(2.0)
+    for _ in range(2):
+        found = few_rows.decide(problem, names, budget, torch.device("cpu"), bench)
+        assert found.best == best
+        assert found.times == {KERNEL: times["one"], CUBLAS: times["cublas"]}
+        forget()
+    assert bench.asked == [problem]
+    assert few_rows.decide(problem, names[:1], Budget(0.0), torch.device("cpu"), bench) is None
+
+
+def test_what_was_measured_decides_against_the_rule(monkeypatch):
+    asked = []
+
+    def decided(problem, names, budget, device):
+        asked.append((problem.rows, problem.sizes, names))
+        ways = reversed(names)
+        return Timed(best=names[1], times={name: 0.01 for name in ways})
+
+    monkeypatch.setattr(FewRows, "of", lambda self, policy: FewRows(seconds=1.0))
+    monkeypatch.setattr(few_rows, "measurable", lambda device: True)
+    monkeypatch.setattr(few_rows, "decide", decided)
+    assert not rewrites(Projections(), numbers(1, WIDTH))
+    torch.compiler.reset()
+    (found,) = rewrites(Projections((64,)), numbers(2, WIDTH))
+    assert found.timed == {KERNEL: 0.01, CUBLAS: 0.01}
+    assert asked == [(1, (256, 64, 64), (KERNEL, CUBLAS)), (2, (64,), (CUBLAS, KERNEL))]

@@ -1,14 +1,11 @@
 """An attention timed on its device: each kernel of `scaled_dot_product_attention`, and the same unfused.
 
-Operands are random, in the shapes and strides of the attention. Times are of the device, behind work that hides the
-host's launches; both directions where gradients are wanted.
+Operands are random, in the shapes and strides of the attention; both directions where gradients are wanted.
 """
 
-import contextlib
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,21 +14,14 @@ import torch.nn.functional as F
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import BoxedBool
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from omnicomp._torch.autograd.attention import SDPA, kernel_first
+from omnicomp._torch.devices.timer import DeviceTimer
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a tensor."""
 
-_ROUNDS: Final = 3
-_SECONDS: Final = 0.001  # of a round
-_CALLS: Final = range(2, 21)
-# Cycles in a second, at most: sleeping longer than needed only costs time.
-_CLOCK: Final = 2.0e9
-_LONGEST_SLEEP: Final = 50_000_000
 # Scores beyond this are not made for a comparison: moving them to memory and back takes longer than a fused kernel.
 _SCORES_BYTES: Final = 1 << 30
 
@@ -58,27 +48,12 @@ class Problem:
         return repr(dataclasses.replace(self, device=torch.device(self.device.type)))
 
 
-def measurable(device: torch.device) -> bool:
-    """Whether work can be timed on a device now: it is one of CUDA, and no graph is being captured on it."""
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
-        return False
-    return not torch.cuda.is_current_stream_capturing() and not torch.are_deterministic_algorithms_enabled()
-
-
-def versions(device: torch.device) -> tuple[str, ...]:
-    """What a time depends on besides the attention: the model of the device, libraries, settings."""
-    properties = torch.cuda.get_device_properties(device)
-    model = f"{properties.name} {properties.major}.{properties.minor} {properties.multi_processor_count}"
-    libraries = (torch.__version__, str(torch.version.cuda), str(torch.backends.cudnn.version()))
-    return (model, *libraries, torch.get_float32_matmul_precision())
-
-
-class Bench:
+class Bench(DeviceTimer):
     """The candidates for one attention, timed one after the other; a context manager, which holds the operands."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.first = problem, 0.0
-        self._stack = contextlib.ExitStack()
+        super().__init__(problem.device, grad=problem.training)
+        self.problem = problem
         self._operands: list[torch.Tensor] = []
         self._mask: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
@@ -89,14 +64,10 @@ class Bench:
         Raises:
             RuntimeError: the device has no room for them.
         """
-        problem, enter = self.problem, self._stack.enter_context
+        super().__enter__()
+        problem = self.problem
         try:
-            for context in (unset_fake_temporarily(), _disable_current_modes(), torch.inference_mode(False)):
-                enter(context)
-            enter(torch.set_grad_enabled(problem.training))
-            enter(torch.autocast("cuda", enabled=False))
-            enter(torch.cuda.device(problem.device))
-            if self._needed() > self._free():
+            if self._needed() > self.free():
                 raise RuntimeError("the device has no room for a second attention")
             generator = torch.Generator(problem.device).manual_seed(0)
             made = [
@@ -113,21 +84,20 @@ class Bench:
                 gradient = torch.randn(shape, generator=generator, device=problem.device, dtype=problem.dtype)
                 self._gradient = gradient.transpose(1, 2)
         except BaseException:
-            self._stack.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
         self._operands, self._mask, self._gradient = [], None, None
-        torch.cuda.empty_cache()
-        self._stack.close()
+        super().__exit__(*error)
 
     @property
     def has_room_for_scores(self) -> bool:
         """Whether the attention is small enough to be tried unfused."""
         (batch, heads, queries, _), keys = self.problem.query[0], self.problem.key[0][2]
         size = batch * heads * queries * keys * self.problem.dtype.itemsize
-        return size <= _SCORES_BYTES and 6 * size <= self._free()
+        return size <= _SCORES_BYTES and 6 * size <= self.free()
 
     def kernel(self, name: str) -> float:
         """Milliseconds of a kernel of torch.
@@ -149,7 +119,7 @@ class Bench:
             )
 
         with kernel_first(name, alone=True):
-            return self._timed(lambda: self._run(attention))
+            return self.timed(lambda: self._run(attention))
 
     def unfused(self) -> float:
         """Milliseconds of the two products and a softmax by eager's operators; only a mask with a gradient is added.
@@ -169,7 +139,7 @@ class Bench:
             weights = F.dropout(weights, problem.dropout) if problem.dropout else weights
             return torch.matmul(weights, value).reshape(batch, heads, queries, -1)
 
-        return self._timed(lambda: self._run(attention))
+        return self.timed(lambda: self._run(attention))
 
     def generated(self) -> float:
         """Milliseconds of the attention as Inductor's code, unfused.
@@ -196,7 +166,7 @@ class Bench:
         if isinstance(compiled, Exception):
             raise RuntimeError(f"unfused code can't be compiled: {compiled}") from compiled
         with torch.no_grad():
-            return self._timed(lambda: compiled(list(inputs)))
+            return self.timed(lambda: compiled(list(inputs)))
 
     def _unfused_step(self) -> Callable[..., Any]:
         problem = self.problem
@@ -239,31 +209,6 @@ class Bench:
         with torch.autograd.set_multithreading_enabled(False):
             return torch.autograd.grad(out, wanted, self._gradient)
 
-    def _timed(self, call: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        self.first = time.perf_counter() - start
-        call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        host = time.perf_counter() - start
-        torch.cuda.synchronize()
-        whole = time.perf_counter() - start
-        calls = min(max(int(_SECONDS / whole), _CALLS.start), _CALLS.stop - 1)
-        found: list[float] = []
-        for _ in range(_ROUNDS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(min(int(1.5 * host * calls * _CLOCK), _LONGEST_SLEEP))
-            begin.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) / calls)
-        return min(found)
-
     def _random(self, layout: Layout, generator: torch.Generator, *, grad: bool) -> torch.Tensor:
         shape, strides = layout
         made = torch.empty_strided(shape, strides, device=self.problem.device, dtype=self.problem.dtype)
@@ -277,12 +222,6 @@ class Bench:
         layouts += [] if self.problem.mask is None else [self.problem.mask]
         size = sum(map(_extent, layouts)) * self.problem.dtype.itemsize
         return (8 if self.problem.training else 4) * size
-
-    def _free(self) -> int:
-        """Half of what nobody has."""
-        free, _ = torch.cuda.mem_get_info(self.problem.device)
-        idle = torch.cuda.memory_reserved(self.problem.device) - torch.cuda.memory_allocated(self.problem.device)
-        return (free + idle) // 2
 
 
 def _extent(layout: Layout) -> int:

@@ -7,6 +7,7 @@ off, and what it knew of them is kept for `omnicomp.runtime.recording`.
 
 import contextlib
 import dataclasses
+import hashlib
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
@@ -19,8 +20,6 @@ from torch._inductor.cudagraph_utils import CudagraphMetadata, get_partition_cud
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import BoxedBool
 from torch.utils._ordered_set import OrderedSet
-
-from omnicomp._torch.inductor.store import key_of
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -98,7 +97,7 @@ def marked_inputs(module: torch.fx.GraphModule) -> str:
     """
     places = module.graph.find_nodes(op="placeholder")
     marked = [i for i, node in enumerate(places) if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")]
-    return f"-static{key_of(marked)}" if marked else ""
+    return f"-static{hashlib.sha256(repr(marked).encode()).hexdigest()[:16]}" if marked else ""
 
 
 @contextlib.contextmanager

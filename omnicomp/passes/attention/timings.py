@@ -8,13 +8,14 @@ The first process that stores a result decides for the others, so that ranks tha
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 
 from omnicomp._torch.autograd.attention import hint_of, is_static
-from omnicomp._torch.autograd.sdpa_bench import Bench, Layout, Problem, measurable, versions
+from omnicomp._torch.autograd.sdpa_bench import Bench, Layout, Problem
+from omnicomp._torch.devices.timer import measurable, versions
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.analysis.random_state import generator_states
 from omnicomp.errors import first_line
@@ -145,17 +146,35 @@ def decide(
         budget: what measuring may take; nothing is taken for what is known.
         make: makes what times it; None for the device itself.
     """
-    key = _key(problem, kernels)
+
+    def measure(seconds: float) -> tuple[Timed | None, float]:
+        with (make or Bench)(problem) as timer:
+            return _measure(problem, kernels, timer, seconds)
+
+    return known_or_measured(_key(problem, kernels), problem.device, budget, measure)
+
+
+def known_or_measured(
+    key: str, device: torch.device, budget: Budget, measure: Callable[[float], tuple[Timed | None, float]]
+) -> Timed | None:
+    """What was found under a key by this process or another one, else what is measured; None if there is no time left.
+
+    Args:
+        key: all that the times depend on.
+        device: what is timed; its generator is left as it is.
+        budget: what measuring may take; nothing is taken for what is known.
+        measure: called with the seconds that are left; returns what it found, or None, and the seconds of it that the
+            program is spared. A RuntimeError means that there is no room.
+    """
     with _lock:
         found = _known.get(key) or STORE.read(key)[0]
         if found is None and budget.seconds > 0:
             start = time.perf_counter()
             measured = None
-            states = generator_states([problem.device])
+            states = generator_states([device])
             try:
-                with (make or Bench)(problem) as timer:
-                    measured, useful = _measure(problem, kernels, timer, budget.seconds)
-                    start += useful
+                measured, useful = measure(budget.seconds)
+                start += useful
             except RuntimeError:  # there is no room: rules decide
                 pass
             finally:
@@ -183,7 +202,7 @@ def _measure(problem: Problem, kernels: Sequence[str], timer: Timer, seconds: fl
     first: dict[str, float] = {}
 
     def left() -> float:
-        spared = first.get(_best(times), 0.0) if times else 0.0
+        spared = first.get(fastest(times), 0.0) if times else 0.0
         return seconds - (time.perf_counter() - start - spared)
 
     def timed(name: str, run: Callable[[], float]) -> float | None:
@@ -208,14 +227,14 @@ def _measure(problem: Problem, kernels: Sequence[str], timer: Timer, seconds: fl
             timed(UNFUSED, timer.generated)
     if not times:
         return None, 0.0
-    best = _best(times)
+    best = fastest(times)
     return Timed(best=best, times=times, failed=failed), first[best]
 
 
-def _best(times: dict[str, float]) -> str:
-    """The fastest; of those that are as fast, the first."""
-    fastest = min(times.values())
-    return next(name for name, ms in times.items() if ms <= max(fastest * (1 + _TIE), fastest + _TIE_MS))
+def fastest(times: Mapping[str, float]) -> str:
+    """The candidate that takes the fewest milliseconds; of those that are as fast, the first."""
+    least = min(times.values())
+    return next(name for name, ms in times.items() if ms <= max(least * (1 + _TIE), least + _TIE_MS))
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
