@@ -11,18 +11,22 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 
 from omnicomp._torch.inductor.triton_ops import usable
 from omnicomp.errors import first_line
 from omnicomp.timeline import Reason
 
 _FAR: Final = 2**30
-# What a mask adds to a score that a query sees is no less: far from what swallows scores, in any dtype.
-_STILL_SEEN: Final = -1e3
+# What a mask adds to a score that a query sees is more: far from what swallows scores, in any dtype.
+STILL_SEEN: Final = -1e3
 _MOST_KEPT: Final = 2**24
 # How many of the statistics are the least of all rows, and how many are sums.
 _LEAST: Final = 10
-_SUMS: Final = 2
+_SUMS: Final = 3
+# A mask has short runs where a kernel that skips blocks of keys, of this size, visits at most such a share of them.
+_VISITED: Final = 0.5
+_BLOCK: Final = 128
 # Dtypes that the kernel reads as they are, the rows and keys that a program has at a time, and programs at most.
 _READ: Final = (torch.float32, torch.bfloat16, torch.float16)
 _FEW: Final = 64
@@ -43,6 +47,7 @@ class MaskClass:
     | `causal` | `k <= q` |
     | `band` | `q - left <= k <= q + right`; a side that is None is open |
     | `prefix` | `k <= q + right` or `k < length` |
+    | `runs` | data says so; it is one of a few keys in a run, such as a document; the first of all if `length` is 1 |
     | `first` | data says so; each query sees the first key |
     | `rows` | data says so; each query sees a key |
     | `general` | data says so |
@@ -63,7 +68,8 @@ class MaskClass:
             return f"window of {left} before" + (f" and {right} after" if right is not None else "")
         if self.kind == "prefix":
             return f"prefix of {self.length}"
-        return {"first": "the first key is seen", "rows": "no row is empty"}.get(self.kind, self.kind)
+        named = {"first": "the first key is seen", "rows": "no row is empty", "runs": "short runs of keys"}
+        return named.get(self.kind, self.kind)
 
     @property
     def is_known(self) -> bool:
@@ -73,12 +79,13 @@ class MaskClass:
     def among(self, accepted: frozenset[str]) -> "MaskClass":
         """The most that can be said in classes of the accepted kinds."""
         kinds = [self.kind]
-        if self.kind in ("full", "causal", "prefix") or (self.kind == "band" and self.left is None):
+        starts_open = self.kind == "band" and self.left is None
+        if self.kind in ("full", "causal", "prefix") or starts_open or (self.kind == "runs" and self.length):
             kinds.append("first")
         if self.kind != "general":
             kinds.append("rows")
         kind = next((kind for kind in kinds if kind in accepted), "general")
-        return self if kind == self.kind else MaskClass(kind=kind)
+        return self if kind == self.kind and self.is_known else MaskClass(kind=kind)
 
 
 GENERAL: Final = MaskClass(kind="general")
@@ -95,7 +102,7 @@ def shown(parts: MaskParts) -> tuple[torch.Tensor, torch.Tensor | None]:
     visible, added, hides = parts
     other: torch.Tensor | None = None
     for value, limit in zip(added, hides, strict=True):
-        seen = value > _STILL_SEEN
+        seen = value > STILL_SEEN
         visible = seen if visible is None else visible & seen
         # A CPU is slow at looking for a true bool, and fast at looking for a byte.
         more = ((value != 0) > (value <= limit)).view(torch.uint8).any()
@@ -118,7 +125,7 @@ def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tenso
     Of all rows, the least: number of keys seen; whether the first is seen; whether the keys seen are one run; whether
     the mask only hides; last key seen; distance of it from the query, where it is not the last of all; distance of the
     query from the first key seen, where that is not the first of all. The numbers of keys, queries and rows. The sums
-    of the last key seen, and of the first.
+    of the last key seen, of the first, and of the blocks of keys that rows beside each other see something of.
 
     Args:
         visible: a bool tensor (batch, heads, queries, keys) of the keys that each query sees; a size that does not
@@ -136,7 +143,7 @@ def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tenso
     count = mask.sum(-1, dtype=torch.int32)
     if queries == 1:
         none = count.new_zeros(())
-        found = [count.min(), mask[..., 0].amin(), none, only, none, none, none, none, none]
+        found = [count.min(), mask[..., 0].amin(), none, only, none, none, none, none, none, none]
     else:
         start = mask.argmax(-1)
         changes = mask[..., 1:].bitwise_xor(mask[..., :-1]).sum(-1, dtype=torch.int32)
@@ -153,9 +160,23 @@ def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tenso
             torch.where(start > 0, query - start, _FAR).min(),
             end.sum(),
             start.sum(),
+            _visited(start, end),
         ]
     found[7:7] = [count.new_full((), size) for size in (keys, queries, count.numel())]
     return torch.stack([item.to(torch.int64) for item in found])
+
+
+def _tile(rows: int) -> tuple[int, int]:
+    """How many rows and keys a program of the kernel has at a time."""
+    return _FEW_ROWS if rows <= _FEW else _MANY_ROWS
+
+
+def _visited(start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """How many blocks of keys lie between the first and the last key that the rows of a tile see, in all tiles."""
+    size = _tile(start.numel())[0]
+    tiles = [F.pad(rows.flatten(), (0, -rows.numel() % size), value=far) for rows, far in ((start, _FAR), (end, -1))]
+    first, last = tiles[0].view(-1, size).amin(-1), tiles[1].view(-1, size).amax(-1)
+    return (last // _BLOCK - first // _BLOCK + 1).sum()
 
 
 def read_once(parts: MaskParts) -> bool:
@@ -213,7 +234,7 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
     # What is only repeated is read once.
     batch, heads = (size if any(own[dim] for own in strides) else 1 for dim, size in enumerate(outer))
     rows = batch * heads * queries
-    tile = _FEW_ROWS if rows <= _FEW else _MANY_ROWS
+    tile = _tile(rows)
     programs = min(-(-rows // tile[0]), _PROGRAMS)
     found = given[0].new_empty((programs, _LEAST + _SUMS), dtype=torch.int64)
     with torch.cuda.device_of(found):
@@ -231,8 +252,9 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
             *strides[1],
             KEEP=keep is not None,
             ADDED=number is not None,
-            SEEN=_STILL_SEEN,
+            SEEN=STILL_SEEN,
             FAR=_FAR,
+            BLOCK=_BLOCK,
             BQ=tile[0],
             BK=tile[1],
         )
@@ -241,7 +263,7 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
 
 def classified(numbers: Sequence[int]) -> MaskClass:
     """The class of a mask, from its `statistics`."""
-    fewest, sees_first, one_run, only_hides, shortest, right, left, keys, queries, rows, ends, starts = numbers
+    fewest, sees_first, one_run, only_hides, shortest, right, left, keys, queries, rows, ends, starts, seen = numbers
     if fewest <= 0:
         return GENERAL
     weak = MaskClass(kind="first" if sees_first else "rows")
@@ -251,6 +273,8 @@ def classified(numbers: Sequence[int]) -> MaskClass:
         return MaskClass(kind="full")
     if not one_run or queries == 1:
         return weak
+    if seen <= _VISITED * -(-rows // _tile(rows)[0]) * -(-keys // _BLOCK):
+        weak = MaskClass(kind="runs", length=1 if sees_first else None)
     # No row ends before its distance from the query says, and none starts behind: the sums tell whether each is there.
     has_right, has_left = right != _FAR, left != _FAR
     times = rows // queries

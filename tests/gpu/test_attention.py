@@ -415,6 +415,52 @@ def test_the_host_launches_a_call_with_a_new_mask_before_it_reads_the_verdict(mo
     assert "is_causal" in events(Rewrite)[0].detail
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["bools", "numbers", "call"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_documents_that_come_in_as_a_mask_of_all_pairs_leave_out_blocks(size: int, kind: str, training: bool) -> None:
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if kind == "call":
+            return F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype) if mask.is_floating_point() else mask)
+        if kind == "numbers":
+            return attend(product(q, k) + mask.to(q.dtype), v)
+        return attend(product(q, k).masked_fill(~mask, lowest(q)), v)
+
+    length, heads = 2048, 16
+    q, k, v = (
+        x.detach().requires_grad_(training)
+        for x in operands(size=size, heads=heads, shared=heads, queries=length, keys=length)
+    )
+    place = torch.arange(length, device="cuda")
+    later = (place[:, None] >= place).expand(2, -1, -1).clone(memory_format=torch.contiguous_format)
+    compiled = torch.compile(masked, backend="omni", fullgraph=True)
+    # Two sequences with documents of their own, and one mask of another class.
+    masks = [torch.stack([(place // n)[:, None] == place // n for n in lengths]) for lengths in ((300, 511), (90, 777))]
+    for seen in (*masks, *(mask & later for mask in masks), later, masks[0]):
+        mask = seen[:, None]
+        if kind == "numbers":
+            mask = torch.zeros(mask.shape, device="cuda").masked_fill(~mask, torch.finfo(q.dtype).min)
+        arguments = [q, k, v, mask]
+        doubled = [
+            x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in arguments
+        ]
+        with torch.set_grad_enabled(training):
+            outs = [call(*given) for call, given in ((compiled, arguments), (masked, arguments), (masked, doubled))]
+            found, own, true = (
+                [out, *(torch.autograd.grad(out.square().sum(), given[:3]) if training else ())]
+                for out, given in zip(outs, (arguments, arguments, doubled), strict=True)
+            )
+        for got, eager, exact in zip(found, own, true, strict=True):
+            error, bound = ((x.double() - exact).norm() for x in (got, eager))
+            assert error <= 1.5 * bound + 1e-3 * exact.norm()
+    details = [event.detail for event in events(Rewrite)]
+    assert "block mask (short runs of keys)" in details[0]
+    assert "is_causal" in details[1]
+    assert len(details) == 2, "all documents share a variant"
+    assert [event.state for event in events(Speculation)].count("compiled") == 2
+    assert {event.lowering for event in events(Ran)} == {"inductor"}
+
+
 def test_changing_lengths_share_a_graph() -> None:
     compiled = torch.compile(causal, backend="omni", fullgraph=True, dynamic=True)
     with torch.no_grad():

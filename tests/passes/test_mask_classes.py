@@ -23,7 +23,7 @@ from omnicomp.passes.mask_classes import (
     usual_name,
 )
 
-ALL = frozenset(("full", "causal", "band", "prefix", "first", "rows"))
+ALL = frozenset(("full", "causal", "band", "prefix", "runs", "first", "rows"))
 
 
 def band(queries: int, keys: int, left: int | None = None, right: int | None = None) -> torch.Tensor:
@@ -136,6 +136,38 @@ def test_a_class_counts_as_the_most_that_is_accepted() -> None:
     assert MaskClass(kind="causal").among(frozenset(("full",))) == GENERAL
 
 
+def runs(first: torch.Tensor, last: torch.Tensor, keys: int) -> torch.Tensor:
+    """A mask of which each row is a run of keys."""
+    k = torch.arange(keys)
+    return (k >= first[..., None]) & (k <= last[..., None])
+
+
+def documents_of(length: int, size: int) -> torch.Tensor:
+    numbers = torch.arange(size) // length
+    return (numbers[:, None] == numbers)[None, None]
+
+
+def test_short_runs_of_keys_leave_out_blocks() -> None:
+    causal = band(640, 640, None, 0)
+    packed = documents_of(150, 640)
+    for mask in (packed, packed & causal, packed.roll(1, -2)[..., 1:, :]):
+        assert class_of(mask) == MaskClass(kind="runs")
+        assert class_of(mask, other=True) == MaskClass(kind="rows")
+    assert str(class_of(packed)) == "short runs of keys"
+    assert class_of(documents_of(400, 640)).kind == "rows", "what is hidden is less than half"
+    assert class_of(documents_of(150, 640).roll(1, -1)).kind == "rows", "one row has two runs"
+    start = torch.randint(0, 600, (1, 1, 640), generator=torch.Generator().manual_seed(0))
+    assert class_of(runs(start, start + 9, 640)).kind == "rows", "rows beside each other have nothing in common"
+
+
+def test_short_runs_count_as_what_is_known_of_the_first_key() -> None:
+    packed, prefix = documents_of(150, 640), (torch.arange(640) < 200).expand(1, 1, 640, 640) & band(640, 640, None, 0)
+    assert class_of(prefix).among(ALL) == class_of(packed).among(ALL) == MaskClass(kind="runs")
+    weak = frozenset(("full", "first"))
+    assert (class_of(prefix).among(weak).kind, class_of(packed).among(weak)) == ("first", GENERAL)
+    assert class_of(packed).among(frozenset(("rows",))).kind == "rows"
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 0, 4), (2, 1, 4, 0), (0, 1, 4, 4)])
 def test_a_mask_without_elements_is_of_no_class(shape: tuple[int, ...]) -> None:
     mask = torch.ones(shape, dtype=torch.bool)
@@ -189,6 +221,7 @@ def same(parts: MaskParts, device: str) -> None:
     assert classified(found) == classified(expected)
     if expected[8] > 1:  # queries; torch looks at less for one
         assert found[:9] == expected[:9]
+        assert found[12] == expected[12]
 
 
 @given(parts_of_masks())
@@ -196,12 +229,15 @@ def test_the_kernel_finds_what_torch_finds(kernel: str, parts: MaskParts) -> Non
     same(parts, kernel)
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(1, 4097), (5, 2048), (70, 300)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 4097), (5, 2048), (70, 900)])
 def test_the_kernel_finds_it_in_many_blocks_and_programs(
     kernel: str, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mask_classes, "_PROGRAMS", 3)
-    for mask in (band(rows, keys, None, 0), band(rows, keys, 3, keys), band(rows, keys)):
+    numbers = torch.arange(rows)[:, None] * 5 // rows, torch.arange(keys) * 5 // keys
+    documents = (numbers[0] == numbers[1])[None, None]
+    assert class_of(documents).kind == ("runs" if rows > 1 else "first")
+    for mask in (band(rows, keys, None, 0), band(rows, keys, 3, keys), band(rows, keys), documents):
         same((mask, (), ()), kernel)
         changed = mask.clone()
         changed[..., -1, -1].logical_not_()

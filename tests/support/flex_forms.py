@@ -89,6 +89,13 @@ def documents(b, k, device):
     return torch.stack([(starts + i * (torch.arange(k, device=device) > k // 3)).long() for i in range(b)])
 
 
+def ends_of_documents(b, q, k, device):
+    """The first and the last key of the document that each query is in."""
+    number = torch.arange(q, device=device) * 3 // q + torch.arange(b, device=device)[:, None]
+    first = (number * k // (b + 2))[:, None]
+    return first.int(), (first + k // (b + 2) - 1).int()
+
+
 def lengths_mask(b, k, device):
     lengths = k - torch.arange(b, device=device) * (k // 4) - 1
     return torch.arange(k, device=device) < lengths[:, None]
@@ -127,6 +134,17 @@ FORMS = {
         ),
         lambda s, b, h, q, k, d: masked(s, (k <= q) & (d[b, q] == d[b, k])),
         lambda b, h, q, k, device, dtype: (documents(b, k, device),),
+    ),
+    "runs": Form(
+        lambda b, h, q, k: (
+            None,
+            both(
+                compare("ge", index(*k), read(0, at(*b), at(), at(*q), dtype=torch.int32)),
+                compare("le", index(*k), read(1, at(*b), at(), at(*q), dtype=torch.int32)),
+            ),
+        ),
+        lambda s, b, h, q, k, first, last: masked(s, (k >= first[b, 0, q]) & (k <= last[b, 0, q])),
+        lambda b, h, q, k, device, dtype: ends_of_documents(b, q, k, device),
     ),
     "window": Form(
         lambda b, h, q, k: (None, window(q, k, 100)),

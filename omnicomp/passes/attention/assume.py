@@ -10,9 +10,9 @@ from omnicomp._torch.autograd.attention import hint_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.assumptions import Added, Assumption, mask_assumption, worth
 from omnicomp.passes.attention.build import Builder, value_of
-from omnicomp.passes.attention.flexible import SPARSE_PAIRS
+from omnicomp.passes.attention.flexible import SPARSE_PAIRS, skips_blocks
 from omnicomp.passes.attention.form import LEAST_IN_HALF, SWALLOWS, Form
-from omnicomp.passes.attention.masking import Masking, known_masking, mask_key, with_class
+from omnicomp.passes.attention.masking import Masking, added_term, known_masking, mask_key, with_class
 from omnicomp.passes.attention.masks import Mask, sees_first_key, under
 from omnicomp.passes.attention.sdpa import axes_of_step, hides
 from omnicomp.passes.attention.session import Session
@@ -48,7 +48,7 @@ def settle_mask(site: Site, form: Form, masking: Masking, session: Session) -> M
         session.asked[mask_key(site, form)] = question
     if found.is_known:
         return known_masking(site, form, masking, found)
-    return dataclasses.replace(masking, nonempty=found.kind != "general")
+    return dataclasses.replace(masking, nonempty=found.kind != "general", runs=found.kind == "runs")
 
 
 def settle_plain(
@@ -77,7 +77,7 @@ def settle_plain(
         guarded=0,
         groups=groups,
         keep=_all_of(conditions),
-        added=[_negated(step) for step in biases],
+        added=[added_term(step) for step in biases],
         accepts=frozenset(("full", "causal") if groups[2] else ("full",)),
         is_causal=causal,
         name=masking.name,
@@ -114,7 +114,7 @@ class _Wish:
         floors = sum(isinstance(step, Floor) for step in form.mask)
         mask, reader, device = masking.mask, session.reader, site.fake().device.type
         biases = [step for step in masking.biases if isinstance(step, Add) and hides(step, reader)]
-        added = [_negated(step) for step in biases]
+        added = [added_term(step) for step in biases]
         conditions = [conjunct for conjunct in mask.conjuncts if conjunct.data] if mask is not None else []
         if not (conditions or added) or any(not term.dtype.is_floating_point for term in added):
             return None
@@ -129,9 +129,9 @@ class _Wish:
             strong.add("full")
             if axes & queries and axes & keys:
                 strong.add("causal")
-                sparse = device == "cuda" and rest.is_full and not site.dropout and not floors
+                sparse = skips_blocks(site) and rest.is_full and not site.dropout and not floors
                 if sparse and _count(queries | keys) >= SPARSE_PAIRS:
-                    strong |= {"band", "prefix"}
+                    strong |= {"band", "prefix", "runs"}
         weak = set[str]()
         guarded = 0
         # A kernel that is called by the program is called as it is.
@@ -210,10 +210,6 @@ def _weak(rest: Mask, groups: _Groups) -> set[str]:
 
 def _named(groups: _Groups) -> dict[str, tuple[Axis, ...]]:
     return dict(zip(("batch", "heads", "query", "key"), map(flat, groups), strict=True))
-
-
-def _negated(step: Add) -> Term:
-    return Apply(dtype=step.term.dtype, op="neg", args=(step.term,)) if step.negative else step.term
 
 
 def _hides_at(term: Term) -> float:

@@ -6,18 +6,19 @@ import math
 from typing import Any, Final
 
 import torch
+from torch.fx import Node
 
-from omnicomp._torch.autograd.attention import hint_of
+from omnicomp._torch.autograd.attention import hint_of, known_equal
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
 from omnicomp.passes.attention.form import Form, number
-from omnicomp.passes.attention.masking import Masking, own_masking
+from omnicomp.passes.attention.masking import Masking, mask_key, own_masking, seen_by_value
 from omnicomp.passes.attention.operands import visible
 from omnicomp.passes.attention.reader import cast
 from omnicomp.passes.attention.sdpa import Variant, check_empty_rows, finish, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step, axes_in
-from omnicomp.passes.attention.terms import Apply, Number, Read, Scores, Term, flat, leaves
+from omnicomp.passes.attention.terms import Apply, Index, Number, Position, Read, Scores, Term, flat, leaves
 
 # Pairs of a query and a key from which a mask made of blocks is faster than one read element by element.
 SPARSE_PAIRS: Final = 1024 * 1024
@@ -25,11 +26,18 @@ SPARSE_PAIRS: Final = 1024 * 1024
 _COMPUTED_PAIRS: Final = 1024 * 1024
 
 
+def skips_blocks(site: Site) -> bool:
+    """Whether FlexAttention is faster on a site's device where it leaves out blocks."""
+    return site.fake().device.type == "cuda"
+
+
 def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> bool:
     """Whether FlexAttention is faster than `scaled_dot_product_attention` with a dense mask, where both can be had."""
     plain = masking.is_causal or (masking.is_full and not masking.biases)
-    if site.fake().device.type != "cuda" or not form.mask or plain or site.dropout:
+    if not skips_blocks(site) or not form.mask or plain or site.dropout:
         return False
+    if masking.runs:
+        return True
     pairs = 1
     for axis in flat((*site.queries, *site.keys)):
         pairs *= hint_of(axis.size)
@@ -68,11 +76,12 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     made = parts(site, bare, Variant(grouped=bool(form.shared)), attempt.builder, session.reader, session.shared)
     batch, heads, queries, keys = form.groups(site)
     training = bool(site.fake().requires_grad)
-    keep = (
-        None
-        if masking.keep is None or masking.is_full
-        else visible(masking.keep, session.trace, session.reader, site.output)
-    )
+    if masking.runs:
+        masking, keep = dataclasses.replace(masking, biases=()), _between(site, form, masking, attempt)
+    elif masking.keep is None or masking.is_full:
+        keep = None
+    else:
+        keep = visible(masking.keep, session.trace, session.reader, site.output)
     score = _score(site, form, masking, session)
     score = None if score is None else visible(score, session.trace, session.reader, site.output)
     rows = masking.mask is None or masking.is_full or masking.mask.rows_nonempty or masking.nonempty
@@ -98,7 +107,7 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
         heads=flat(heads),
         query_axes=flat(queries),
         key_axes=flat(keys),
-        leaf=attempt.holder,
+        leaf=lambda value: value if isinstance(value, Node) else attempt.holder(value),
         training=training,
     )
     why = unsupported(spec, dropout=site.dropout)
@@ -113,8 +122,39 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     if score is not None:
         words.append("score: " + ", ".join(_words(site, form, masking)))
     if hidden is not None:
-        words.append(f"{'mask' if keep is None else 'block mask'} ({masking.mask.name if masking.mask else ''})")
+        name = "short runs of keys" if masking.runs else masking.mask.name if masking.mask else ""
+        words.append(f"{'mask' if keep is None else 'block mask'} ({name})")
     return attempt.keep(form, fused, target="flex_attention", detail=", ".join(words))
+
+
+def _between(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Term | None:
+    """A mask that is a run of keys for each query: between the first and the last one, which are found in the graph.
+
+    Two numbers for each query take the place of one for each pair, and blocks have bounds by them (`flex_blocks`).
+    """
+    session, call, groups = attempt.session, attempt.call, form.groups(site)
+    name = ("runs", mask_key(site, form))
+    if name not in session.shared:
+        term = visible(seen_by_value(masking), session.trace, session.reader, site.output)
+        if term is None:
+            return None
+        device = site.fake().device
+        seen = attempt.builder.term(term, groups, device)
+        size = attempt.builder.size(groups[3])
+        place = call(torch.arange, (size,), {"dtype": torch.int32, "device": device})
+        ends = ((torch.amin, size), (torch.amax, -1))
+        session.shared[name] = tuple(
+            call(function, (call(torch.where, (seen, place, beyond)),), {"dim": -1}) for function, beyond in ends
+        )
+    first, last = session.shared[name]
+    shape = fake_value(first).shape
+    at = tuple(Position(() if known_equal(n, 1) else flat(g)) for n, g in zip(shape, groups[:3], strict=True))
+    key = Index(dtype=torch.int64, position=Position(flat(groups[3])))
+    found = [
+        Apply(dtype=torch.bool, op=op, args=(key, Read(dtype=torch.int32, value=node, at=at)))
+        for op, node in (("ge", first), ("le", last))
+    ]
+    return Apply(dtype=torch.bool, op="and", args=tuple(found))
 
 
 def _empty_rows_are_zero(site: Site, form: Form) -> bool:

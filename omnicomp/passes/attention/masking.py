@@ -12,8 +12,8 @@ from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Site, Step
 from omnicomp.passes.attention.structure import term_key
-from omnicomp.passes.attention.terms import Apply, Axis, Term, flat
-from omnicomp.passes.mask_classes import MaskClass
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Term, flat
+from omnicomp.passes.mask_classes import STILL_SEEN, MaskClass
 
 _ROLES: Final = ("batch", "heads", "query", "key")
 
@@ -30,6 +30,8 @@ class Masking:
     # The class that what depends on data is assumed to be of, if it says all of it; then that is left out.
     known: MaskClass | None = None
     nonempty: bool = False  # whether every query is assumed to see a key, with all that is added
+    # Whether what each query sees is assumed to be a run of few keys, and all that is added only to hide others.
+    runs: bool = False
 
     @property
     def name(self) -> str:
@@ -95,7 +97,7 @@ def own_masking(site: Site, form: Form, shared: Masking, reader: Reader) -> Mask
     """What is shared by all sites with the same mask, in terms of this site's axes."""
     own = read_masking(site, form, reader)
     if shared.known is None:
-        return dataclasses.replace(own, nonempty=shared.nonempty)
+        return dataclasses.replace(own, nonempty=shared.nonempty, runs=shared.runs)
     return known_masking(site, form, own, shared.known)
 
 
@@ -110,6 +112,23 @@ def with_class(masking: Masking, groups: Sequence[tuple[Axis, ...]], known: Mask
     return Masking(mask=rest, keep=rest.term, finite=masking.finite, known=known)
 
 
+def added_term(step: Add) -> Term:
+    """What a step adds to the scores."""
+    return Apply(dtype=step.term.dtype, op="neg", args=(step.term,)) if step.negative else step.term
+
+
+def seen_by_value(masking: Masking) -> Term:
+    """Which keys a query sees, where all that is added is known only to hide keys."""
+    total = masking.keep
+    for step in masking.biases:
+        assert isinstance(step, Add)
+        term = added_term(step)
+        seen = Apply(dtype=torch.bool, op="gt", args=(term, Number(dtype=term.dtype, value=STILL_SEEN)))
+        total = seen if total is None else Apply(dtype=torch.bool, op="and", args=(total, seen))
+    assert total is not None
+    return total
+
+
 def _hidden(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> tuple[Term, float] | None:
     """Where a step leaves the scores as they are, and what it puts elsewhere; None if it does anything else."""
     if isinstance(step, Fill):
@@ -120,10 +139,7 @@ def _hidden(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> t
         return Apply(dtype=torch.bool, op="not", args=(condition,)), value
     if not isinstance(step, Add) or not step.term.dtype.is_floating_point:
         return None
-    term = reader.expand(step.term)
-    if step.negative:
-        term = Apply(dtype=term.dtype, op="neg", args=(term,))
-    pieces = additive(term, **named)
+    pieces = additive(reader.expand(added_term(step)), **named)
     if pieces is None or any(value != 0 and value > SWALLOWS for value in pieces.values):
         return None
     others = [value for value in pieces.values if value != 0]

@@ -14,7 +14,8 @@ def statistics(
     keep, added, out,
     heads, queries, keys, rows, hides,
     kb, kh, kq, kk, ab, ah, aq, ak,
-    KEEP: tl.constexpr, ADDED: tl.constexpr, SEEN: tl.constexpr, FAR: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    KEEP: tl.constexpr, ADDED: tl.constexpr, SEEN: tl.constexpr, FAR: tl.constexpr,
+    BLOCK: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The numbers of `mask_classes.statistics`, of every so many blocks of rows."""
     fewest = tl.full((BQ,), FAR, tl.int32)
@@ -22,7 +23,7 @@ def statistics(
     sees_first = tl.full((BQ,), 1, tl.int32)
     one_run, only_hides = sees_first, sees_first
     ends = tl.zeros((BQ,), tl.int64)
-    starts = ends
+    starts, visited = ends, tl.zeros((1,), tl.int64)
     for block in range(tl.program_id(0), tl.cdiv(rows, BQ), tl.num_programs(0)):
         row = block * BQ + tl.arange(0, BQ)
         there = row < rows
@@ -64,7 +65,9 @@ def statistics(
         left = tl.minimum(left, tl.where(there & (start > 0), query - start, FAR))
         ends += tl.where(there, end, 0)
         starts += tl.where(there, start, 0)
-    out += tl.program_id(0) * 12
+        begin, finish = tl.min(tl.where(there, start, FAR), 0), tl.max(tl.where(there, end, -1), 0)
+        visited += (finish + BLOCK) // BLOCK - (begin + BLOCK) // BLOCK + 1
+    out += tl.program_id(0) * 13
     tl.store(out, tl.min(fewest, 0))
     tl.store(out + 1, tl.min(sees_first, 0))
     tl.store(out + 2, tl.min(one_run, 0))
@@ -77,3 +80,4 @@ def statistics(
     tl.store(out + 9, rows)
     tl.store(out + 10, tl.sum(ends, 0))
     tl.store(out + 11, tl.sum(starts, 0))
+    tl.store(out + 12, tl.sum(visited, 0))

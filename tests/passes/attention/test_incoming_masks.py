@@ -11,14 +11,16 @@ import incoming_masks
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion import Backend
 from incoming_masks import OPTIONS, Program, check, random_program
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import omnicomp
+from omnicomp._torch.autograd.flex import FLEX
 from omnicomp.passes import verdicts
-from omnicomp.passes.attention import assume
+from omnicomp.passes.attention import assume, flexible
 from omnicomp.timeline import Retreat, Rewrite, Speculation
 
 MIN = torch.finfo(torch.float32).min
@@ -205,6 +207,77 @@ def test_what_is_not_fused_even_so_is_not_checked(pays: None) -> None:
     for mask in (CAUSAL, torch.ones_like(CAUSAL)):
         torch.testing.assert_close(compiled(*operands(), mask), lifted(*operands(), mask))
     assert not classes()
+
+
+@pytest.fixture
+def blocks(pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention leaves out blocks and has gradients, as on CUDA; here torch computes it in eager."""
+    for module in (assume, flexible):
+        monkeypatch.setattr(module, "skips_blocks", lambda site: True)
+    monkeypatch.setattr(assume, "SPARSE_PAIRS", 1)
+    monkeypatch.setattr(flexible, "unsupported", lambda spec, **options: None)
+
+
+def documents(*lengths: int, size: int = 512) -> Tensor:
+    """A sequence for each length, packed with documents of that length."""
+    numbers = [torch.arange(size) // length for length in lengths]
+    return torch.stack([(number[:, None] == number)[None] for number in numbers])
+
+
+LATE = torch.ones(512, 512, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["bools", "numbers", "call"])
+def test_documents_that_come_in_are_runs_between_two_keys(
+    kind: str, training: bool, dynamic: bool, blocks: None
+) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        if kind == "call":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25)
+        if kind == "numbers":
+            return attend(q, k, v, mask)
+        return (q @ k.mT * 0.25).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+    compiled = torch.compile(layer, backend="omni", options=OPTIONS, fullgraph=True, dynamic=dynamic)
+    q, k, v = (x.requires_grad_(training) for x in operands(512))
+    packed = documents(100, 160)
+    some = LATE.expand(1, 1, 512, 512) & (torch.rand(512, generator=torch.Generator().manual_seed(0)) < 0.9)
+    some[..., 0] = True
+    for visible in (packed, packed & LATE, documents(90), LATE[None, None], some, packed & LATE.mT):
+        visible = visible.expand(2, 1, 512, 512).clone(memory_format=torch.contiguous_format)
+        mask = added(visible) if kind == "numbers" else visible
+        found, wanted = (run(q, k, v, mask) for run in (compiled, layer))
+        torch.testing.assert_close(found, wanted)
+        if training:
+            pairs = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (found, wanted)]
+            torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-5)
+    assert classes()[0] == "short runs of keys"
+    assert classes().count("short runs of keys") == 1
+    assert "mask (short runs of keys)" in details()[0]
+    assert not [event for event in omnicomp.timeline.events() if isinstance(event, Retreat)]
+
+
+def test_layers_find_the_ends_of_runs_once(blocks: None) -> None:
+    def layers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        inner = attend(q, k, v, mask)
+        return attend(attend(inner, k, v, mask), k, v, mask.mT)
+
+    backend, (q, k, v) = Backend(training=True, speculate=True), (x.requires_grad_() for x in operands(512))
+    mask = added(documents(100, 160))
+    found = torch.compile(layers, backend=backend, fullgraph=True)(q, k, v, mask)
+    torch.testing.assert_close(found, layers(q, k, v, mask))
+    calls = [node.target for node in backend.graphs[0].graph.nodes]
+    assert (calls.count(FLEX), calls.count(torch.amin), calls.count(torch.amax)) == (3, 2, 2)
+
+
+def test_documents_stay_a_mask_where_blocks_are_not_left_out(pays: None) -> None:
+    compiled = torch.compile(attend, backend="omni", options=OPTIONS, fullgraph=True)
+    mask = added(documents(100))
+    torch.testing.assert_close(compiled(*operands(512), mask), attend(*operands(512), mask))
+    assert "dense mask" in details()[0]
+    assert classes() == ["no row is empty"]
 
 
 def test_a_call_whose_first_mask_is_general_gets_a_variant_for_the_next(pays: None) -> None:
