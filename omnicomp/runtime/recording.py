@@ -3,12 +3,13 @@
 Nobody but autograd ever holds memory of a recording: what a call returns to the program is copied out of the pool, so
 that no later call can overwrite it. What autograd holds, torch's trees keep, as long as it is held.
 
-The first calls of a graph run as they would without. Then plain calls and replays take turns, each between two events
-on the stream, so that what is compared is the time that the program's own calls take, copies included; nothing waits
-for the device. The faster way is kept. Both ways give the same values, and each call is made once.
+The first calls of a graph run as they would without. Some of them are timed, and then as many replays, each between
+two events on the stream, so that what is compared is the time that the program's own calls take, copies included;
+nothing waits for the device. The faster way is kept. Both ways give the same values, and each call is made once.
 
-A call takes as long as the device or the host, whichever is busy for longer: replays let the host run ahead, so that
-the device does not wait in the plain calls between them, and the time between two events would hide the host's.
+A call takes as long as the device or the host, whichever is busy for longer. What the host does between the calls is
+not seen in them: where the device has begun with a call before the host is through with it, the program may wait for
+the host all the time, and a replay need only save the host's time.
 """
 
 import dataclasses
@@ -28,11 +29,14 @@ from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.timeline import CudaGraph, Reason, Timeline
 
-_COLD: Final = 2  # calls that are not timed: they compile kernels
+_PLAIN: Final = 12  # calls before the first recording, of which the last ones are timed: the first compile kernels
 _SAMPLES: Final = 4  # calls of each way that are timed
+_WAITED: Final = 3  # of the timed plain calls, those that the device waited for
 _FASTER: Final = 0.95  # what a replay may take of a plain call's time
-_SLOWER: Final = 1.05  # the same of the device's alone, which may be what the program waits for
 _SECONDS: Final = 5e-6  # and the seconds that it must save
+_HOST: Final = 0.8  # what a replay may take of the host's time alone, where the device waited
+_HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
+_DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # recordings of one of them: one for each set of weights
 _UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
@@ -117,6 +121,7 @@ class _Sizes:
     copied: int = 0
     made: int = 0  # bytes that a plain call left behind
     verdict: str = ""  # `recorded` or `plain`, once it is settled
+    waited: int = 0  # timed plain calls that the device waited for
     plain: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
     recorded: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
 
@@ -198,15 +203,13 @@ class Recording:
         """Whether a call is one to record or to replay."""
         if sizes.verdict or self._always:
             return sizes.calls > 1
-        if sizes.calls <= _COLD:
+        if sizes.calls <= _PLAIN:
             return False
-        if len(sizes.recorded) >= _SAMPLES and len(sizes.plain) >= _SAMPLES:
-            return self._decide(sizes)
-        # Two plain calls, a warm-up and a recording, and then in turn.
-        return len(sizes.plain) >= 2 and (sizes.work < 2 or len(sizes.recorded) < len(sizes.plain))
+        return self._decide(sizes) if len(sizes.recorded) >= _SAMPLES else True
 
     def _plain(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
-        timed = not sizes.verdict and not self._always and _COLD < sizes.calls and len(sizes.plain) < _SAMPLES
+        timed = not sizes.verdict and not self._always and len(sizes.plain) < _SAMPLES
+        timed = timed and _PLAIN - _SAMPLES < sizes.calls <= _PLAIN
         if sizes.calls == 1:
             given = _storages(inputs)
             outputs = call(inputs)
@@ -217,6 +220,7 @@ class Recording:
         recorder = self._current()
         begin, start = recorder.mark(), time.perf_counter()
         outputs = call(inputs)
+        sizes.waited += begin.query()
         sizes.plain.append((begin, recorder.mark(), time.perf_counter() - start))
         return outputs
 
@@ -305,11 +309,14 @@ class Recording:
 
     def _decide(self, sizes: _Sizes) -> bool:
         """Keep the faster way, once all marks have passed; whether that is the recorded one."""
-        if not all(begin.query() and end.query() for begin, end, _ in (*sizes.plain, *sizes.recorded)):
+        if not all([mark.query() for *marks, _ in (*sizes.plain, *sizes.recorded) for mark in marks]):
             return False
         plain, recorded = _median(sizes.plain), _median(sizes.recorded)
         device, replayed = _on_device(sizes.plain), _on_device(sizes.recorded)
-        faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS and replayed <= device * _SLOWER
+        host, replaying = _host(sizes.plain), _host(sizes.recorded)
+        faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS
+        relieves = replaying <= host * _HOST and host - replaying >= _HOST_SECONDS
+        faster = faster or (relieves and sizes.waited >= _WAITED and replayed <= device * _DEVICE)
         self._settle(sizes, "" if faster else "replays are not faster", plain=plain, recorded=recorded)
         return faster
 

@@ -98,6 +98,7 @@ class Trees(CUDAGraphTreeManager):
         def call(inputs: list[Any]) -> Sequence[Any]:
             if self.failure:
                 return model(inputs)
+            torch._C._set_cached_tensors_enabled(True)  # torch's own reset ends it for all trees
             held = list(inputs)  # so that no recording writes over what its caller may go on to hold
             try:
                 return run(inputs)
