@@ -5,7 +5,8 @@ that no later call can overwrite it. What autograd holds, torch's trees keep, as
 
 The first calls of a graph run as they would without. Some of them are timed, and then as many replays, each between
 two events on the stream, so that what is compared is the time that the program's own calls take, copies included;
-nothing waits for the device. The faster way is kept. Both ways give the same values, and each call is made once.
+nothing waits for the device. The faster way is kept, and asked for again after eight times as many calls, as a program
+may begin slowly. Both ways give the same values, and each call is made once.
 
 A call takes as long as the device or the host, whichever is busy for longer. What the host does between the calls is
 not seen in them: where the device has begun with a call before the host is through with it, the program may wait for
@@ -21,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from omnicomp._torch.inductor.pool_copies import copy_out
+from omnicomp._torch.inductor.pool_copies import PoolCopies
 from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
 from omnicomp._torch.user_code import is_of_program
 from omnicomp.errors import harmless
@@ -29,8 +30,9 @@ from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.timeline import CudaGraph, Reason, Timeline
 
-_PLAIN: Final = 12  # calls before the first recording, of which the last ones are timed: the first compile kernels
+_FIRST: Final = 8  # calls before the first one that is timed: they compile kernels
 _SAMPLES: Final = 4  # calls of each way that are timed
+_AGAIN: Final = 8  # times as many calls, after which they are timed again
 _WAITED: Final = 3  # of the timed plain calls, those that the device waited for
 _FASTER: Final = 0.95  # what a replay may take of a plain call's time
 _SECONDS: Final = 5e-6  # and the seconds that it must save
@@ -119,8 +121,12 @@ class _Sizes:
     work: int = 0
     apart: int = 0
     copied: int = 0
+    copies: PoolCopies = dataclasses.field(default_factory=PoolCopies)
     made: int = 0  # bytes that a plain call left behind
     verdict: str = ""  # `recorded` or `plain`, once it is settled
+    before: str = ""  # the one before, while it is asked for again
+    final: bool = False  # whether that is for good
+    begin: int = _FIRST  # the call behind which calls are timed
     waited: int = 0  # timed plain calls that the device waited for
     plain: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
     recorded: list[_Sample] = dataclasses.field(default_factory=list[_Sample])
@@ -189,7 +195,7 @@ class Recording:
                 sizes = self._sizes[key] = _Sizes(sizes=key[1:])
                 if len(self._sizes) > _SIZES:
                     self._settle(sizes, f"it was called with more than {_SIZES} combinations of sizes")
-            if sizes.verdict == "plain" or self._recorders.capturing():
+            if (sizes.final and sizes.verdict == "plain") or self._recorders.capturing():
                 return call(inputs)
             sizes.calls += 1
             if not self._records(sizes):
@@ -201,15 +207,18 @@ class Recording:
 
     def _records(self, sizes: _Sizes) -> bool:
         """Whether a call is one to record or to replay."""
-        if sizes.verdict or self._always:
-            return sizes.calls > 1
-        if sizes.calls <= _PLAIN:
+        if self._always:
+            return sizes.calls > 1 and sizes.verdict != "plain"
+        if sizes.verdict:
+            if sizes.final or sizes.calls <= sizes.begin:
+                return sizes.verdict == "recorded"
+            sizes.before, sizes.verdict, sizes.waited = sizes.verdict, "", 0
+        if len(sizes.plain) < _SAMPLES:
             return False
         return self._decide(sizes) if len(sizes.recorded) >= _SAMPLES else True
 
     def _plain(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
-        timed = not sizes.verdict and not self._always and len(sizes.plain) < _SAMPLES
-        timed = timed and _PLAIN - _SAMPLES < sizes.calls <= _PLAIN
+        timed = not self._always and sizes.calls > sizes.begin and not sizes.verdict and len(sizes.plain) < _SAMPLES
         if sizes.calls == 1:
             given = _storages(inputs)
             outputs = call(inputs)
@@ -251,12 +260,13 @@ class Recording:
             finally:
                 self._thread = 0
             visible = range(len(outputs)) if self._recordable.visible < 0 else range(self._recordable.visible)
-            sizes.copied = copy_out(outputs, visible, recorder.owns)
+            sizes.copied = sizes.copies.copy_out(outputs, visible, recorder.owns)
             if recorder.plain > plain and not recorder.failure:
                 self._settle(sizes, "torch leaves it unrecorded, as it writes to memory whose address may change")
             elif recorder.work == work and not recorder.failure:
                 sizes.replays += 1
-                if begin is not None and len(sizes.recorded) < _SAMPLES:
+                # The first replay of a recording, of which there may be one for each set of weights, takes longer.
+                if begin is not None and sizes.replays > sizes.work and len(sizes.recorded) < _SAMPLES:
                     sizes.recorded.append((begin, recorder.mark(), time.perf_counter() - start))
             else:
                 sizes.work += recorder.work - work
@@ -322,9 +332,11 @@ class Recording:
 
     def _settle(self, sizes: _Sizes, why: str = "", *, plain: float = 0.0, recorded: float = 0.0) -> None:
         hosts = [_host(samples) if plain else 0.0 for samples in (sizes.plain, sizes.recorded)]
-        sizes.verdict = "plain" if why else "recorded"
+        sizes.verdict, sizes.final, sizes.begin = "plain" if why else "recorded", not plain, _AGAIN * sizes.calls
         sizes.plain.clear()
         sizes.recorded.clear()
+        if sizes.verdict == sizes.before and not sizes.final:
+            return
         with harmless("how a graph was recorded"):
             self._timeline.append(
                 CudaGraph(

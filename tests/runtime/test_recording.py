@@ -193,6 +193,24 @@ def test_a_graph_for_which_the_device_waits_is_recorded(replay: float, host: flo
     assert event.state == state
 
 
+def test_a_program_that_begins_slowly_is_asked_again() -> None:
+    recorder = FakeRecorder(plain_ms=2.0, replay_ms=0.5)
+    run, told = recording(recorder)
+    for _ in range(40):
+        run(torch.ones(3))
+    recorder.plain_ms = 0.4  # the host has become faster
+    for _ in range(200):
+        run(torch.ones(3))
+    assert [event.state for event in told()] == ["recorded", "plain"]
+    recorder.plain_ms = 2.0
+    for _ in range(2000):
+        run(torch.ones(3))
+    assert [event.state for event in told()] == ["recorded", "plain", "recorded"]
+    for _ in range(20_000):
+        run(torch.ones(3))
+    assert len(told()) == 3
+
+
 @pytest.mark.parametrize("always", [True, False])
 def test_what_a_call_returned_is_not_overwritten_by_later_ones(always: bool) -> None:
     run, _ = recording(FakeRecorder(), always=always)

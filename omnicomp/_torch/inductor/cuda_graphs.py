@@ -173,17 +173,13 @@ def _hold_what_autograd_holds(node: CUDAGraphNode) -> None:
     """
     made = weakref.ref(node)
 
-    def unheld(index: int) -> bool:
-        found = made()
-        return found is not None and held_once(found.cached_tensor_outputs, index)
-
     def initialize() -> None:
         found = made()
         assert found is not None
         CUDAGraphNode._initialize_cached_tensors(found)
         for index, reference in enumerate(found.outputs_weakrefs):
             if reference is not None and reference.extra_ref_check is not None:
-                reference.extra_ref_check = functools.partial(unheld, index)
+                reference.extra_ref_check = functools.partial(held_once, found.cached_tensor_outputs, index)
 
     node._initialize_cached_tensors = initialize  # type: ignore[method-assign]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from omnicomp._torch.inductor.pool_copies import copy_out
+from omnicomp._torch.inductor.pool_copies import PoolCopies
 
 
 def pooled(*tensors: torch.Tensor) -> Callable[[int], bool]:
@@ -29,7 +29,7 @@ def pooled(*tensors: torch.Tensor) -> Callable[[int], bool]:
 def test_a_copy_is_laid_out_like_the_output(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     pool = torch.randn(4, 6)
     outputs = [view(pool)]
-    copy_out(outputs, [0], pooled(pool))
+    PoolCopies().copy_out(outputs, [0], pooled(pool))
     assert torch.equal(outputs[0], view(pool))
     assert outputs[0].stride() == view(pool).stride()
     before = outputs[0].clone()
@@ -40,7 +40,7 @@ def test_a_copy_is_laid_out_like_the_output(view: Callable[[torch.Tensor], torch
 def test_outputs_that_share_memory_go_on_sharing_it() -> None:
     pool = torch.randn(4, 6)
     outputs = [pool, pool[1:], pool.t(), pool.view(torch.int32)]
-    assert copy_out(outputs, range(4), pooled(pool)) == 96
+    assert PoolCopies().copy_out(outputs, range(4), pooled(pool)) == 96
     outputs[0].fill_(3)
     assert outputs[1].eq(3).all()
     assert outputs[2].eq(3).all()
@@ -50,7 +50,7 @@ def test_outputs_that_share_memory_go_on_sharing_it() -> None:
 def test_what_lies_elsewhere_is_not_copied() -> None:
     pool, parameter = torch.randn(3), torch.randn(3)
     outputs: list[Any] = [parameter, None, 3, pool]
-    assert copy_out(outputs, range(3), pooled(pool)) == 0
+    assert PoolCopies().copy_out(outputs, range(3), pooled(pool)) == 0
     assert outputs[0] is parameter
     assert outputs[3] is pool
 
@@ -58,7 +58,7 @@ def test_what_lies_elsewhere_is_not_copied() -> None:
 def test_dtypes_are_copied_together() -> None:
     pool = [torch.randn(3), torch.arange(4), torch.randn(2, dtype=torch.float64), torch.randn(5)]
     outputs = list(pool)
-    copy_out(outputs, range(4), pooled(*pool))
+    PoolCopies().copy_out(outputs, range(4), pooled(*pool))
     assert all(torch.equal(a, b) and a is not b for a, b in zip(outputs, pool, strict=True))
 
 
@@ -66,5 +66,26 @@ def test_copies_in_inference_mode_are_its_tensors() -> None:
     pool = torch.randn(3)
     outputs = [pool]
     with torch.inference_mode():
-        copy_out(outputs, [0], pooled(pool))
+        PoolCopies().copy_out(outputs, [0], pooled(pool))
     assert outputs[0].is_inference()
+
+
+def test_what_is_known_of_outputs_counts_only_where_they_lie_as_they_did() -> None:
+    pool, other, copies = torch.randn(4, 6), torch.randn(4, 6), PoolCopies()
+    calls: list[tuple[list[Any], int]] = [
+        ([pool, other], 1),
+        ([pool, other], 1),
+        ([other, pool], 1),
+        ([pool[1:], pool], 2),
+        ([pool, 3], 1),
+        ([pool.t(), other], 1),
+        ([other, other], 0),
+    ]
+    for call, count in calls:
+        outputs = list(call)
+        assert copies.copy_out(outputs, range(2), pooled(pool)) == 96 * bool(count)
+        assert sum(copy is not value for copy, value in zip(outputs, call, strict=True)) == count
+        for copy, value in zip(outputs, call, strict=True):
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(copy, value)
+                assert copy.stride() == value.stride()
