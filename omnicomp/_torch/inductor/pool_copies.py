@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch._C._dynamo import guards
 
-_guards: Final[Any] = torch._C._dynamo.guards
+_guards: Final[Any] = guards  # whose functions are in no stub
 # What generated code allocates by: a third of the time of `torch.empty_strided`.
 _ALLOCATE: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "cuda": _guards._empty_strided_cuda,
