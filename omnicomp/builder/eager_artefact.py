@@ -18,7 +18,7 @@ from omnicomp._torch.inductor.graph_text import from_source, load_constant, to_s
 from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.costs import hint_of_text, size_of
 from omnicomp.analysis.layouts import Layout
-from omnicomp.errors import first_line
+from omnicomp.errors import LoweringError, first_line
 from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.runtime.announced_inputs import announce
@@ -133,6 +133,8 @@ def guard_call(
     size = hint_of_text(head["bytes"], context.graph.sizes)
 
     def build() -> Executable:
+        if not body:
+            raise LoweringError(f"the artefact came without it, as {reason.sentence if reason else 'it was not kept'}")
         result = load_graph(body)
         return dataclasses.replace(result, call=around(result.call))
 

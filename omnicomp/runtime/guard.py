@@ -264,7 +264,8 @@ class Guard:
         try:
             built = self._build()
         except Exception as error:
-            raise LoweringError(f"{self._name}: {reason.sentence}, and eager could not be built") from error
+            why = f"{reason.sentence}, and eager could not be built: {first_line(error)}"
+            raise LoweringError(f"{self._name}: {why}") from error
         with self._lock:
             self.call, self.stepped_down = built.call, True
         self._record(built.lowering, reason, ran=built)

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from omnicomp._torch.inductor import graph_text as sources
 from omnicomp.builder import eager_artefact as fallbacks
 from omnicomp.devices import resolve_device
+from omnicomp.errors import LoweringError
 from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
 from omnicomp.timeline import Retreat, current
@@ -86,6 +87,9 @@ def test_what_cannot_be_repeated_is_raised_with_the_reason(monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="planted") as raised:
         restored(kept).boxed()([torch.ones(3, 4)])
     assert "draws random numbers" in "".join(vars(raised.value)["__notes__"])
+
+    with pytest.raises(LoweringError, match=r"came without it, as .*draws random numbers"):
+        restored(kept).refuse("input 0 is on cpu")
 
     monkeypatch.setattr(sources, "MAX_CONSTANT_BYTES", 8)
     kept = fallbacks.dumps(part(constant=True), [torch.ones(3, 4)])
