@@ -40,16 +40,11 @@ def user_operators(module: GraphModule) -> tuple[str, ...]:
 
     What they do beside returning a result is unknown, whatever their schemas say.
     """
-    targets = (
-        leaf
-        for node in all_nodes(module)
-        if node.op == "call_function"
-        for leaf in tree_leaves((node.target, node.args, node.kwargs))
-    )
+    found = dict.fromkeys(leaf for node in all_nodes(module) if node.op == "call_function" for leaf in _operators(node))
     names = (
         str(leaf) if isinstance(leaf, OpOverloadPacket) else str(leaf).rpartition(".")[0]
-        for leaf in targets
-        if isinstance(leaf, (OpOverload, OpOverloadPacket)) and _is_users(leaf)
+        for leaf in found
+        if _is_users(leaf)
     )
     return tuple(dict.fromkeys(names))
 
@@ -74,7 +69,7 @@ def modules_of_operators(module: GraphModule) -> dict[str, str]:
 
 def may_raise(node: Node) -> bool:
     """Whether a node may raise an error of the program's: it calls an operator of the program, or asserts something."""
-    return any(raises(leaf) for leaf in tree_leaves((node.target, node.args, node.kwargs)))
+    return any(map(raises, _operators(node)))
 
 
 def raises(operator: object) -> bool:
@@ -130,6 +125,14 @@ def has_begun(error: BaseException, operators: tuple[str, ...]) -> bool:
             calls = [f"torch.ops.{name}" for name in operators]
             return not lines or any(call in text for call in calls for text in lines if text.lstrip()[:1] != "#")
     return True  # it was raised in C++
+
+
+def _operators(node: Node) -> list[OpOverload | OpOverloadPacket]:
+    """The operators that a node calls: its target, or what is among the arguments of a higher-order operator."""
+    if isinstance(node.target, OpOverload):  # no schema has an operator for an argument
+        return [node.target]
+    leaves = tree_leaves((node.target, node.args, node.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, (OpOverload, OpOverloadPacket))]
 
 
 def _is_users(operator: OpOverload | OpOverloadPacket) -> bool:

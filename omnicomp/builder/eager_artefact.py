@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from omnicomp._torch.fx import boxed, copy_module
+from omnicomp._torch.fx import copy_module, take_list
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.graph_text import from_source, load_constant, to_source
 from omnicomp._torch.user_code import user_operators
@@ -55,10 +55,10 @@ def dumps(
         "operators": user_operators(module),
     }
     if verified:
-        head["verified"] = [to_source(copy_module(module)), dump_graph(copy_module(module))]
+        head["verified"] = [to_source(copy_module(module, lazy=True)), dump_graph(copy_module(module, lazy=True))]
     if reason is None:
         try:
-            body = dump_graph(copy_module(module))
+            body = dump_graph(copy_module(module, lazy=True))
         except Exception as error:  # noqa: BLE001 - the reason why no other way is tried, should a call raise
             reason = Reason(
                 code="not_repeatable",
@@ -81,7 +81,7 @@ def dump_graph(module: GraphModule) -> str:
         Exception: something that the graph holds can't travel as text.
     """
     layouts, operators = prepare(module)
-    boxed(module)
+    take_list(module)
     return json.dumps(
         {
             "graph": to_source(module),

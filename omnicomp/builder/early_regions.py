@@ -41,7 +41,7 @@ class EarlyRegions:
         """A part with the bodies in the places of their calls; None if it calls none."""
         if not traced.calls(part, _NAME):
             return None
-        module = copy_module(part)
+        module = copy_module(part, lazy=True)
         calls: dict[str, int] = {}
         for call, body, name, number in traced.calls(module, _NAME):
             calls[self.titles[name]] = calls.get(self.titles[name], 0) + 1
