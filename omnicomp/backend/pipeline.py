@@ -16,13 +16,13 @@ from torch.fx import GraphModule
 from omnicomp import weights
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors
-from omnicomp._torch.inductor import compile_fx, libraries
+from omnicomp._torch.inductor import compile_fx, first_build, libraries
 from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.backend import weight_inputs
-from omnicomp.backend.autograd import compile_parts
+from omnicomp.backend.autograd import compile_parts, uses_inductor
 from omnicomp.backend.bit_equality import compared
 from omnicomp.backend.block_overrides import late_overrides, override_blocks
 from omnicomp.backend.capture import CapturedGraph, capture_graph, record_recompile_limit
@@ -121,6 +121,8 @@ def omni(
             )
             if behind is not None:
                 return behind
+        if graph.device.type == "cpu" and uses_inductor(graph):
+            first_build.begin(policy.inductor)
         try:
             compiled = compile_graph(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):
