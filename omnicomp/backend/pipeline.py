@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from omnicomp import weights
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors
-from omnicomp._torch.inductor import compile_fx, first_build, libraries
+from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
 from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
@@ -358,3 +358,4 @@ omni.reset = reset  # type: ignore[attr-defined]
 control_flow.tell_threads_apart()
 control_flow.watch_recompile_limits(record_recompile_limit)
 libraries.watch()
+early_kernels.watch()
