@@ -7,6 +7,8 @@ already, so that it takes what was begun here, or waits for the rest.
 
 import contextvars
 import os
+import signal
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +40,8 @@ def begin(options: Mapping[str, Any]) -> None:
     others = any(name.startswith(("cpp", "compile_threads")) for name in options)  # the thread does not see them
     if _begun.is_set() or others or config.cpu_backend != "cpp" or get_compile_threads() <= 1:
         return
+    if sys.platform != "linux":  # elsewhere a library may be there by half
+        return
     _begun.set()
     if libraries.INDEX.folder.exists():
         return
@@ -51,10 +55,16 @@ def _prepare() -> None:
     try:
         supported = cpu_vec_isa.x86_isa_checker()
         sets = [each for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()).issubset(supported)]
-        with ThreadPoolExecutor(min(len(sets), os.cpu_count() or 1) or 1) as pool:
+        # A test that is interrupted from a terminal would stand as failed, and the process go on without vectors.
+        with ThreadPoolExecutor(min(len(sets), os.cpu_count() or 1) or 1, initializer=_ignore_interrupts) as pool:
             for task in [pool.submit(contextvars.copy_context().run, bool, each) for each in sets]:
                 task.result()
         if threading.main_thread().is_alive():
             CppPythonBindingsCodeCache.load_async("")  # precompiles the header, and builds nothing until it is called
     except Exception as error:  # noqa: BLE001 - the build that needs it meets the same, and says so
         log.debug("omni: what the first build needs could not be made: %s", first_line(error))
+
+
+def _ignore_interrupts() -> None:
+    """Keep interrupts from the processes that this thread will start."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

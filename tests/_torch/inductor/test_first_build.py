@@ -1,5 +1,6 @@
 """What the first C++ build of a cache folder waits for is begun once, and only where it will be needed."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ class _Sets:
         return self._name
 
     def __bool__(self) -> bool:
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # in the compilers that it starts, too
         self._tested.append(self._name)
         if not self._works:
             raise RuntimeError("no compiler")
