@@ -138,7 +138,7 @@ def _watched(
     before: Callable[..., Callable[[], Any]] = _watched.before  # type: ignore[attr-defined]
     name = "" if kind not in _KINDS else identity(kind, main_code, optimized_code, device_type, extra_flags)
     remote = _remote() if name else None
-    if remote is not None:
+    if remote is not None and name not in _used:  # else it is being built
         _fetch(remote, name)
     library = _known(kind, name) if name else None
     if library is not None:

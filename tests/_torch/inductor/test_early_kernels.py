@@ -10,6 +10,7 @@ import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 
+from omnicomp._torch.inductor import libraries
 from omnicomp.backend import pipeline as pipeline
 
 pytestmark = pytest.mark.inductor
@@ -68,3 +69,23 @@ def test_what_fails_early_is_met_by_the_module(events: list[str], monkeypatch: p
     value = torch.rand(16, 16)
     torch.testing.assert_close(torch.compile(two_kernels, backend="omni")(value), two_kernels(value))
     assert events == ["module", "kernel", "kernel"]
+
+
+def test_a_remote_cache_is_asked_and_given_each_library_once(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Remote:
+        def get(self, name: str) -> None:
+            asked.append(name)
+
+        def put(self, name: str, data: dict[str, str]) -> None:
+            given.append(name)
+
+    asked, given = list[str](), list[str]()
+    monkeypatch.setattr(libraries, "_remote", Remote)
+    monkeypatch.setattr(libraries, "_used", {})
+    monkeypatch.setattr(libraries, "_sent", set())
+    torch.compile(two_kernels, backend="omni")(torch.rand(16, 16))
+    assert events.count("kernel") == 4
+    assert len(asked) == len(set(asked)) == 2
+    assert sorted(given) == sorted(asked)
