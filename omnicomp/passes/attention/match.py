@@ -19,6 +19,7 @@ from omnicomp.passes.attention.candidates import (
     closing,
     comes_from_product,
     exponential,
+    is_shifted,
     normalized_dim,
     normalized_later,
     product_below,
@@ -152,7 +153,10 @@ class _Match:
 
     def _drop_repeated(self, site: Site) -> None:
         """Weights that are set to zero where the scores were filled are zero there; so are rows without a key."""
-        *others, fill = site.steps or [None]
+        steps: list[Any] = list(site.steps or [])
+        if steps and self._subtracts_greatest(steps[-1], site):
+            steps.pop()
+        *others, fill = steps or [None]
         if not all(isinstance(step, Scale | Add) for step in others):
             return
         # What is added may hide keys as well, and leave NaN in rows where the fill hides the others.
@@ -178,8 +182,14 @@ class _Match:
                 del site.weights[place]
                 site.undefined = 0.0
                 assert site.steps is not None
-                site.steps[-1] = Fill(fill.condition, Number(dtype=fill.value.dtype, value=-math.inf))
+                site.steps[len(others)] = Fill(fill.condition, Number(dtype=fill.value.dtype, value=-math.inf))
                 return
+
+    def _subtracts_greatest(self, step: Any, site: Site) -> bool:
+        """Whether a step is what a softmax that is written out does by itself, as torch's does."""
+        if exponential(self.softmax) is None or not isinstance(step, Add) or axes_in(step.term) & set(flat(site.keys)):
+            return False
+        return is_shifted(self.softmax)
 
     def _ended(self, sentence: str, needed: str, op: Op | None = None, observed: str = "", **more: str) -> MatchEnded:
         op = op or self.softmax
