@@ -173,6 +173,8 @@ def _masks(choose: Choose, f: dict[str, Any]) -> None:
     if mask != "shifted" and not f.get("joined"):
         f["changed"] = choose("changed", _often(*attention_spellings.CHANGES, times=24))
     plain = f["rank"] == 4 and attention_spellings.PRODUCTS[f["product"]].order == "bhsd" and not f["training"]
+    # Scores times a mask are read as a fill, to which it does not matter that zero times inf is not zero.
+    plain = plain and f["masking"] != "blend"
     if plain and f["padding"] != "none" and f["key"] in attention_spellings.TRANSPOSES and f["dtype"] != "float16":
         f["held"] = choose("held", _often("none", "nan", "inf", "large", times=6))
     f["bias_last"] = f["bias"] != "none" and choose("bias_last", _often(False, True, times=5))
