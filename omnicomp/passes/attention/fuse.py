@@ -20,7 +20,7 @@ from omnicomp.passes.attention.calls import calls, read_call
 from omnicomp.passes.attention.candidates import candidates, unread
 from omnicomp.passes.attention.combined import Combined, distribute
 from omnicomp.passes.attention.flex_calls import flex_calls, read_flex_call
-from omnicomp.passes.attention.match import match
+from omnicomp.passes.attention.match import check_score, match
 from omnicomp.passes.attention.multi_head import (
     makes_weights,
     may_drop_weights,
@@ -29,7 +29,7 @@ from omnicomp.passes.attention.multi_head import (
     without_mask,
     without_weights,
 )
-from omnicomp.passes.attention.nodes import is_multi_head, is_pure
+from omnicomp.passes.attention.nodes import is_multi_head, is_pure, kind, weighs_values
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.replace import check_unused, replace
 from omnicomp.passes.attention.session import Session
@@ -79,6 +79,8 @@ class Fusion:
             modified |= self._better(op, read, session, op.node in differentiated)
         for softmax, end in unread(session.trace, module.graph):
             context.near_miss(self.name, "attention", softmax.node, self._reason(end))
+        for node in filter(weighs_values, module.graph.nodes):
+            context.near_miss(self.name, "attention", node, self._reason(_no_softmax(node)))
         modified |= self._multi_heads(session, differentiated)
         session.withdraw_unused()
         for each in combined:
@@ -136,6 +138,7 @@ class Fusion:
     def _fuse(self, softmax: Op, product: Op, session: Session) -> None:
         site = match(softmax, product, session.trace, session.reader)
         check_unused(site)
+        check_score(site, session.trace)
         chosen = choose(site, session)
         replace(site, chosen.node, session.trace)
         session.context.rewrite(
@@ -189,6 +192,15 @@ def _differentiated(module: GraphModule) -> set[Node]:
         if not _DERIVATIVES.isdisjoint(entered):
             found.add(node)
     return found
+
+
+def _no_softmax(node: Node) -> MatchEnded:
+    return MatchEnded(
+        node,
+        f"the weights are the {kind(node).rstrip('_')} of the scores, and no softmax over keys as in fused kernels",
+        needed="a softmax over the keys",
+        lever="write torch.softmax(scores, -1) @ v, if the model may be another one",
+    )
 
 
 def _inside_derivative(softmax: Node) -> MatchEnded:

@@ -31,6 +31,7 @@ from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import At, Reader, axes_of
 from omnicomp.passes.attention.site import (
+    NO_MAXIMUM,
     Add,
     Emptied,
     Fill,
@@ -557,23 +558,16 @@ class _Match:
 
     def _check_masks(self, site: Site) -> None:
         """A mask that is made of the scores needs them beside the fused kernel, which would make them once more."""
-        first, seen, keys = self.trace.order[site.product], set[Op](), set(flat(site.keys))
+        keys = set(flat(site.keys))
         terms = [term for step in site.steps or () for term in vars(step).values() if isinstance(term, Term)]
-        reads = [leaf for term in terms for leaf in leaves(term) if isinstance(leaf, Read)]
         # What is the same for all keys, such as the greatest score, no softmax sees.
-        stack = [read.value.op for read in reads if axes_in(read) & keys]
-        while stack:
-            op = stack.pop()
-            if op is None or op in seen or self.trace.order[op.node] < first:
-                continue
-            if op.node is site.product:
-                raise self._ended(
-                    "the mask depends on the scores, so that a fused kernel would be one product more",
-                    "a mask of what is known before the product",
-                    lever="hide keys by a mask that does not depend on the scores",
-                )
-            seen.add(op)
-            stack.extend(value.op for value in op.inputs)
+        reads = [leaf for term in terms for leaf in leaves(term) if isinstance(leaf, Read) and axes_in(leaf) & keys]
+        if _made_of_scores(reads, site, self.trace) is not None:
+            raise self._ended(
+                "the mask depends on the scores, so that a fused kernel would be one product more",
+                "a mask of what is known before the product",
+                lever="hide keys by a mask that does not depend on the scores",
+            )
 
     def _check_gradients(self, site: Site) -> None:
         """Gradients that a program stops on the way from the output to the scores would flow through a fused kernel."""
@@ -604,6 +598,44 @@ class _Match:
         if elsewhere is not None:
             raise self._ended("the attention is spread over two regions of the graph", "one region")
         return nodes
+
+
+def check_score(site: Site, trace: Trace) -> None:
+    """That nothing that is made of all scores of a row, or of all rows, changes a score, save by a shift at the end.
+
+    Raises:
+        MatchEnded: a fused kernel would make the scores once more.
+    """
+    steps = site.steps or []
+    # A softmax does not see a shift, but what follows it may.
+    last = max((n for n, step in enumerate(steps) if not isinstance(step, Add | Fill | Scale)), default=0)
+    terms = [step.term for step in steps[:last] if isinstance(step, Add)] if steps else [site.score]
+    reads = [leaf for term in terms for leaf in leaves(term) if isinstance(leaf, Read)]
+    passed = _made_of_scores(reads, site, trace)
+    if passed is not None:
+        greatest = any(op.name in ("max", "amax") for op in passed)
+        raise MatchEnded(
+            site.softmax.node,
+            f"{'a maximum' if greatest else 'a sum'} of the scores changes them, which is one product more beside a "
+            "fused kernel",
+            needed="scores of which each is made of itself",
+            lever=NO_MAXIMUM if greatest else "",
+        )
+
+
+def _made_of_scores(reads: list[Read], site: Site, trace: Trace) -> set[Op] | None:
+    """The operators by which one of some tensors is made of the scores, and others; None if none is."""
+    first, seen = trace.order[site.product], set[Op]()
+    stack = [read.value.op for read in reads]
+    while stack:
+        op = stack.pop()
+        if op is None or op in seen or trace.order[op.node] < first:
+            continue
+        if op.node is site.product:
+            return seen
+        seen.add(op)
+        stack.extend(value.op for value in op.inputs)
+    return None
 
 
 def _requires_grad(node: Node) -> bool:

@@ -9,7 +9,7 @@ from torch.fx import Node
 from omnicomp._torch.autograd.attention import SDPA
 from omnicomp._torch.autograd.flex import FLEX
 from omnicomp._torch.targets import base_name
-from omnicomp.analysis.nodes import op_name
+from omnicomp.analysis.nodes import fake_value, op_name
 
 _NAMESPACES: Final = ("torch", "torch.nn.functional", "torch.functional", "operator", "Tensor", "torch.special")
 _SHAPE_ONLY: Final = ("size", "dim", "ndimension", "sym_size", "numel", "stride")
@@ -17,6 +17,14 @@ _STATE: Final = ("autocast", "grad_enabled", "inference_mode", "_nesting", "seti
 _NORMALIZING: Final = frozenset(
     ("softmax", "_softmax", "_safe_softmax", "log_softmax", "softmin", "exp", "exp_", "exp2")
 )
+_PRODUCTS: Final = ("matmul", "bmm", "einsum", "baddbmm")
+_NO_SOFTMAX: Final = ("sigmoid", "sigmoid_", "relu", "relu_")
+_OF_ELEMENTS: Final = frozenset(
+    "add sub mul div truediv neg pow square clamp where masked_fill masked_fill_ iadd isub imul itruediv dropout "
+    "to float type_as clone contiguous view reshape "
+    "flatten unflatten transpose permute unsqueeze squeeze expand".split()
+)
+_MOST_NEAR: Final = 64
 _RANDOM: Final = (
     "rand",
     "randn",
@@ -61,6 +69,37 @@ def is_normalizing(node: Node) -> bool:
     """Whether a node is a softmax, or an exponential that one may be written out with."""
     base = node.args[0] if node.args and kind(node) == "pow" else None
     return kind(node) in _NORMALIZING or isinstance(base, int | float)
+
+
+def weighs_values(node: Node) -> bool:
+    """Whether a sigmoid or the like takes the place of a softmax: between two products of batches, by elements alone.
+
+    Layers of a network are products of a matrix, of parameters or not.
+    """
+    if kind(node) not in _NO_SOFTMAX:
+        return False
+    return all(any(map(_is_product_of_batches, _reached(node, up=up))) for up in (True, False))
+
+
+def _is_product_of_batches(node: Node) -> bool:
+    operands = [fake_value(each) for each in node.all_input_nodes]
+    ranks = [value.dim() for value in operands if isinstance(value, torch.Tensor)]
+    trained = any(isinstance(value, torch.nn.Parameter) for value in operands)
+    return kind(node) in _PRODUCTS and len(ranks) > 1 and min(ranks) > 2 and not trained
+
+
+def _reached(node: Node, *, up: bool) -> list[Node]:
+    """What is above or below a node through arithmetic of elements, views and copies, the next operators included."""
+    found: list[Node] = []
+    queue = [node]
+    for item in queue:
+        if item is node or kind(item) in _OF_ELEMENTS:
+            near = item.all_input_nodes if up else item.users
+            queue.extend(each for each in near if each not in queue)
+        found.append(item)
+        if len(queue) > _MOST_NEAR:
+            break
+    return found[1:]
 
 
 def is_function(node: Node) -> bool:

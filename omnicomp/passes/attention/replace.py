@@ -9,7 +9,7 @@ from torch.fx import Node
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.analysis.nodes import evaluate, fake_value
 from omnicomp.passes.attention.nodes import is_pure, is_shape_only, kind, mutates
-from omnicomp.passes.attention.site import MatchEnded, Site
+from omnicomp.passes.attention.site import NO_MAXIMUM, MatchEnded, Site
 from omnicomp.passes.attention.trace import Trace
 
 _TRANSPOSES: Final = ("transpose", "permute", "swapaxes")
@@ -18,6 +18,8 @@ _LOG_SUM_EXP: Final = (
     "do without the log-sum-exp and what it is made of, or take it from flex_attention(q, k, v, return_lse=True) on "
     "CUDA; a CPU has none"
 )
+_CASTS: Final = ("to", "float", "type_as", "clone", "detach")
+_ARITHMETIC: Final = ("add", "sub", "mul", "div", "truediv", "neg", "clamp", "masked_fill", "masked_fill_", "where")
 _VIEWS: Final = (*_TRANSPOSES, *_LAYOUT_ENDS, "view", "getitem", "unsqueeze", "squeeze", "unflatten", "expand")
 
 
@@ -28,6 +30,7 @@ def check_unused(site: Site) -> None:
         MatchEnded: the scores or the weights are returned, or used once more.
     """
     unneeded: set[Node] = set()
+    ends: list[MatchEnded] = []
     for node in sorted(site.chain - {site.output}):
         others = (u for u in node.users if u not in site.chain and not is_shape_only(u))
         users = [user for user in others if _is_needed(user, site, unneeded)]
@@ -35,7 +38,7 @@ def check_unused(site: Site) -> None:
             continue
         other = next(filter(_is_returned, users), users[0])
         returned = _is_returned(other)
-        lever = _without(other)
+        lever = _without(other, site)
         if returned:
             lever = (
                 "do not return the attention scores or weights (output_attentions=False), nor save them in an "
@@ -43,23 +46,35 @@ def check_unused(site: Site) -> None:
             )
         if kind(node) == "logsumexp":
             lever = _LOG_SUM_EXP
-        raise MatchEnded(
-            node,
-            f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
-            "and a fused kernel does not make it",
-            observed=f"used by {', '.join(user.name for user in node.users)}",
-            needed="one user, the next step of the attention",
-            lever=lever,
+        ends.append(
+            MatchEnded(
+                node,
+                f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
+                "and a fused kernel does not make it",
+                observed=f"used by {', '.join(user.name for user in node.users)}",
+                needed="one user, the next step of the attention",
+                lever=lever,
+            )
         )
+    if ends:
+        # Only all changes together help.
+        ends[0].lever = "; and ".join(dict.fromkeys(end.lever for end in ends))
+        raise ends[0]
 
 
-def _without(other: Node) -> str:
+def _without(other: Node, site: Site) -> str:
     """What to do about another user of the scores or weights."""
     while kind(other) in _VIEWS and len(other.users) == 1:
         (other,) = other.users
     name = kind(other)
+    if name == "logsumexp" and _leads_to(other, ("sigmoid",), ("sub", *_VIEWS, *_CASTS)):
+        return "write the sink as one more column: torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ v"
+    if name in ("amax", "max") and _leads_to(other, ("sub",), _VIEWS):
+        return NO_MAXIMUM
     if name in ("logsumexp", "amax", "max", "log"):
         return _LOG_SUM_EXP
+    if any(node not in site.chain for node in _leads_to(other, ("softmax",), (*_ARITHMETIC, *_VIEWS, *_CASTS))):
+        return "make the scores of each attention by a product of its own, which its fused kernel does then"
     if name in ("topk", "sort", "kthvalue", "lt", "le", "gt", "ge"):
         return "hide keys by a mask that does not depend on the scores"
     if name in ("matmul", "bmm", "einsum", "mm", "baddbmm"):
@@ -68,6 +83,18 @@ def _without(other: Node) -> str:
             "values, or add to the scores instead"
         )
     return f"let {other.name} do without it: a fused kernel makes the output alone"
+
+
+def _leads_to(start: Node, names: tuple[str, ...], through: tuple[str, ...]) -> list[Node]:
+    """The operators of the given names that a node reaches through others, or is."""
+    found: list[Node] = []
+    queue = [start]
+    for node in queue:
+        if kind(node) in names:
+            found.append(node)
+        elif node is start or kind(node) in through:
+            queue.extend(user for user in node.users if user not in queue)
+    return found
 
 
 def _is_returned(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """One attention as it was read from a graph, and why reading one ended."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
@@ -11,6 +11,11 @@ from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.attention.reader import At
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Scores, Term, leaves
 from omnicomp.passes.attention.trace import Op, Value
+
+NO_MAXIMUM: Final = (
+    "subtract no maximum from the scores, nor clamp them for it: a softmax subtracts the greatest of each row by itself"
+)
+"""What to do about a maximum of scores, which no fused kernel makes."""
 
 
 class MatchEnded(Exception):

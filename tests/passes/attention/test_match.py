@@ -487,3 +487,71 @@ def test_rows_without_a_key_are_what_the_spelling_makes_of_them(late_sum, shifte
     backend = Backend()
     torch.testing.assert_close(compiled(function, backend)(q, k, v), function(q, k, v), equal_nan=True)
     assert len(backend.of(Rewrite)) == fused
+
+
+@pytest.mark.parametrize("bounds", [{"min": -5}, {"min": -50000, "max": 50000}])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_maximum_of_all_scores_is_one_product_more(training, bounds):
+    def function(q, k, v):
+        scores = q @ k.mT
+        return (scores - scores.max()).clamp(**bounds).softmax(-1) @ v
+
+    operands = [torch.randn(2, 4, 128, 16).requires_grad_(training) for _ in range(3)]
+    backend = Backend(training=training)
+    torch.testing.assert_close(compiled(function, backend)(*operands), function(*operands))
+    assert "a maximum of the scores" in backend.miss().sentence
+    assert backend.miss().lever.startswith("subtract no maximum")
+
+
+def test_all_that_keeps_scores_from_being_fused_is_told():
+    """As in Grounding DINO, where images look at texts and texts at images."""
+
+    def function(q, k, v, w):
+        scores = q @ k.mT
+        scores = (scores - scores.max()).clamp(min=-50000)
+        back = scores.mT - scores.mT.max(-1, keepdim=True)[0]
+        return scores.softmax(-1) @ v, back.softmax(-1) @ w
+
+    backend = Backend()
+    q, k, v = inputs()[:3]
+    compiled(function, backend)(q, k, v, torch.randn(q.shape))
+    for reason in backend.reasons():
+        assert "subtract no maximum" in reason.lever
+        assert "a product of its own" in reason.lever
+
+
+def test_a_sink_by_the_log_sum_exp_is_told_how_to_be_one():
+    def function(q, k, v, sink):
+        scores = q @ k.mT
+        gate = (torch.logsumexp(scores, -1) - sink.view(1, -1, 1)).float().sigmoid()
+        return scores.softmax(-1) @ v * gate.unsqueeze(-1)
+
+    assert "as one more column" in fuse(function, *inputs()[:3], torch.randn(4)).miss().lever
+
+
+NO_SOFTMAX = {
+    "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT / 4 - 2.0) @ v,
+    "masked sigmoid": lambda q, k, v: ((q @ k.mT).masked_fill(torch.ones(6, 8).triu(1).bool(), -1e9).sigmoid()) @ v,
+    "squared relu": lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", F.relu(q @ k.mT).square() / 8, v),
+    "einsum": lambda q, k, v: torch.einsum("bhqd,bhkd->bhqk", q, k).relu_() @ v,
+}
+
+
+@pytest.mark.parametrize("name", NO_SOFTMAX)
+def test_weights_that_no_softmax_makes_are_told(name):
+    reason = fuse(NO_SOFTMAX[name], *inputs()[:3]).miss()
+    assert "no softmax over keys" in reason.sentence
+
+
+LAYERS = {
+    "two layers": lambda q, k, v: F.linear(F.relu(F.linear(q, k[0, 0])), v[0, 0].mT),
+    "products of a matrix": lambda q, k, v: F.relu(q @ k[0, 0].mT) @ v[0, 0],
+    "a gate": lambda q, k, v: (q @ k.mT) @ v * torch.sigmoid(q[..., :1]),
+    "linear attention": lambda q, k, v: F.relu(q) @ (F.relu(k).mT @ v),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_no_attention_is_not_told(name):
+    backend = fuse(LAYERS[name], *inputs()[:3])
+    assert (backend.reasons(), backend.of(Rewrite)) == ([], [])
