@@ -91,6 +91,7 @@ def check(program: Program, options: Mapping[str, Any] = OPTIONS) -> Outcome:
     except Exception as error:
         raise Unsuited(repr(program)) from error
     compiled, built = _compiled(program, backend="omni", options=dict(options))
+    precise = expected
     if program.changed != "none":
         expected = own  # what is left of a score beside a huge number depends on the precision
     narrow = program.region == "autocast" or program.dtype in ("bfloat16", "float16") or program.changed == "in half"
@@ -120,10 +121,20 @@ def check(program: Program, options: Mapping[str, Any] = OPTIONS) -> Outcome:
                 _compare_finite(where, found[name], value)
             else:
                 exact_value = expected[number][name]
-                if program.held == "large" and found[name].dtype == value.dtype:
-                    # Products with keys that are hidden overflow in eager; FlexAttention drops them.
-                    value = torch.where(value.isnan() & exact_value.isfinite(), found[name], value)
-                _compare(where, found[name], value, exact_value, roundings, vague)
+                got = found[name]
+                if program.held == "large" and got.dtype == value.dtype and value.isnan().any():
+                    # Products with keys that are hidden overflow in eager, in another order of sums elsewhere;
+                    # FlexAttention drops them.
+                    overflowed = (value.isnan() | got.isnan()) & exact_value.isfinite()
+                    got, value = got.masked_fill(overflowed, 0.0), value.masked_fill(overflowed, 0.0)
+                    exact_value = exact_value.masked_fill(overflowed, 0.0)
+                try:
+                    _compare(where, got, value, exact_value, roundings, vague)
+                except Mismatch:
+                    if program.changed == "none":
+                        raise
+                    # A kernel that does not round the scores is as near to double precision as that allows.
+                    _compare(where, got, value, precise[number][name], roundings, vague)
     for event in omnicomp.timeline.events():
         # The graph goes on without the passes then, which gives the right results.
         if isinstance(event, Retreat) and event.source_lowering == "passes":
