@@ -1,7 +1,7 @@
 """Symbolic sizes."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any, cast
 
 import sympy
@@ -48,6 +48,24 @@ def environment_text(value: Any) -> str:
         sorted(f"{key}={table[key]}" if isinstance(table, dict) else str(key) for key in table) for table in tables
     ]
     return repr([*texts, [str(guard.expr) for guard in environment.guards]])
+
+
+def facts_of(values: Iterable[Any]) -> tuple[dict[str, None], list[str]]:
+    """The symbols of symbolic numbers by their names, in order, and what the shape environment knows of them.
+
+    That is their ranges, the guards that name one of them, and what a number that is no size was.
+    """
+    found: dict[Any, Any] = {}
+    for value in values:
+        for symbol in sorted(value.node.expr.free_symbols, key=str):
+            found.setdefault(symbol, value)
+    environment = next((value.node.shape_env for value in found.values()), None)
+    guards = [guard.expr for guard in getattr(environment, "guards", ())]
+    facts = [str(guard) for guard in guards if not guard.free_symbols.isdisjoint(found)]
+    for symbol, value in found.items():
+        seen = value.node.hint if isinstance(value, torch.SymFloat) and value.node.expr == symbol else None
+        facts.append(f"{symbol} {environment.var_to_range.get(symbol)} {seen}")
+    return {str(symbol): None for symbol in found}, facts
 
 
 def read_number(value: torch.Tensor, *, least: int, most: int) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from omnicomp._torch.autograd.attention import hint_of
 from omnicomp._torch.fx import describe, fake_mode
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp._torch.inductor.versions import keeps_caches
-from omnicomp._torch.symbols import environment_text
+from omnicomp._torch.symbols import facts_of
 from omnicomp.analysis import certify
 from omnicomp.analysis.certify.inputs import mask
 from omnicomp.analysis.nodes import fake_value, module_path, source_line
@@ -296,32 +297,35 @@ def _key(change: Change, claims: Sequence[certify.Assumption]) -> str:
     places = {node.name: place for place, node in enumerate(change.before.graph.find_nodes(op="placeholder"))}
     rests = [(each.kind, places.get(each.subject, -1), each.detail) for each in claims]
     try:
-        told: Any = _data(change.before, change.after) or [_text(change.before), _text(change.after)]
+        told: Any = _data(change.before, change.after) or _text(change.before, change.after)
     except UnkeptError:
         return ""
     parts = [package_digest(), torch.__version__, rests, told]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def _text(module: GraphModule) -> list[str]:
-    """A graph that is no data, such as one with symbolic sizes, as text.
+def _text(*sides: GraphModule) -> str:
+    """Graphs that are no data, such as those with symbolic sizes, as text that has symbols by their order.
 
     Raises:
-        UnkeptError: it holds something.
+        UnkeptError: one holds something.
     """
-    places = {node: f"v{place}" for place, node in enumerate(module.graph.nodes)}
     lines: list[str] = []
-    symbolic: dict[str, Any] = {}
-    for node in module.graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            raise UnkeptError(f"it holds {node.target}")
-        called = map_arg((node.args, node.kwargs), places.__getitem__)
-        leaves = tree_leaves(fake_value(node))
-        sizes = [size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
-        symbolic.update((str(size), size) for size in sizes if isinstance(size, torch.SymInt))
-        target = "" if node.op == "placeholder" else str(node.target)
-        lines.append(f"{node.op} {target} {called!r} {[_described(leaf) for leaf in leaves]}")
-    return lines + [environment_text(size) for size in list(symbolic.values())[:1]]
+    symbolic: list[Any] = []
+    for side in sides:
+        places = {node: f"v{place}" for place, node in enumerate(side.graph.nodes)}
+        for node in side.graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                raise UnkeptError(f"it holds {node.target}")
+            called = map_arg((node.args, node.kwargs), places.__getitem__)
+            leaves = tree_leaves(fake_value(node))
+            sizes = [size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+            symbolic += [size for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat))]
+            target = "" if node.op == "placeholder" else str(node.target)
+            lines.append(f"{node.op} {target} {called!r} {[_described(leaf) for leaf in leaves]}")
+    symbols, facts = facts_of(symbolic)
+    names = {name: f"symbol{place}" for place, name in enumerate(symbols)}
+    return re.sub(r"\b[a-z]+\d+\b", lambda found: names.get(found[0], found[0]), "\n".join([*lines, *facts]))
 
 
 def _described(leaf: Any) -> str:

@@ -6,15 +6,16 @@ The tables have a line of inputs, and below it a line for each rule: its name, t
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from omnicomp import timeline
 from omnicomp.analysis import certify
+from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes import Pass, PassContext, PassResult
 from omnicomp.timeline import Certified, Retreat
 
@@ -30,8 +31,8 @@ class Rule:
         name: what the rule does.
         before: the program as it was, an expression.
         after: it as the pass has it.
-        given: the inputs: their letters, shapes and dtypes, and words: `dynamic` where sizes are symbols, `grad` where
-            inputs have gradients, and kinds of assumptions that the pass claims.
+        given: the inputs: their letters, shapes and dtypes or numbers, and words: `dynamic` where sizes and numbers are
+            symbols, `grad` where inputs have gradients, and kinds of assumptions that the pass claims.
     """
 
     name: str
@@ -39,18 +40,21 @@ class Rule:
     after: str
     given: str
 
-    def inputs(self) -> list[torch.Tensor]:
+    def inputs(self) -> list[Any]:
         """New ones."""
         words = self.given.partition(": ")[2].split()
         (dtype,) = {getattr(torch, word) for word in words if hasattr(torch, word)} or {torch.float32}
-        found: list[torch.Tensor] = []
+        found: list[Any] = []
         for word in words:
-            if word[0].isdigit():
+            if "." in word:
+                found.append(float(word))
+            elif word[0].isdigit():
                 shape, _, own = word.partition(":")
                 kind = getattr(torch, own) if own else dtype
                 sizes = [int(each) for each in shape.split("x")]
                 found.append((torch.randn(sizes) if kind.is_floating_point else torch.randint(0, 2, sizes)).to(kind))
-        return [each.requires_grad_("grad" in words and each.is_floating_point()) for each in found]
+        grad = "grad" in words
+        return [v.requires_grad_(grad and v.is_floating_point()) if isinstance(v, torch.Tensor) else v for v in found]
 
     def functions(self) -> list[Function]:
         """The program before and after it."""
@@ -74,15 +78,23 @@ class Graft(Pass):
         return tuple(certify.Assumption(word) for word in self.rule.given.split() if word in certify.KINDS)
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
-        """Where the inputs are those of the graph."""
-        return module is context.root
+        """Where the inputs are those of the graph; a number that was read may be a constant of the next one."""
+        given = {str(node.target) for node in module.graph.find_nodes(op="placeholder")}
+        needed = (node for node in self.made.graph.find_nodes(op="placeholder"))
+        tensors = {str(node.target) for node in needed if isinstance(fake_value(node), torch.Tensor)}
+        return module is context.root and tensors <= given
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Put it there."""
         graph = module.graph
         *old, output = (node for node in graph.nodes if node.op != "placeholder")
         given = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
-        values = {node: given[str(node.target)] for node in self.made.graph.find_nodes(op="placeholder")}
+        inputs = self.made.graph.find_nodes(op="placeholder")
+        with graph.inserting_before(output):
+            for node in inputs:
+                if str(node.target) not in given:  # a size that the program as it was knows as another one's
+                    given[str(node.target)] = _size(graph, fake_value(node), inputs, given)
+        values = {node: given[str(node.target)] for node in inputs}
         for node in self.made.graph.find_nodes(op="get_attr"):
             setattr(module, f"new_{node.target}", getattr(self.made, node.target))
             node.target = f"new_{node.target}"
@@ -94,7 +106,19 @@ class Graft(Pass):
         return PassResult(module, True)
 
 
-def captured(function: Function, inputs: Sequence[torch.Tensor], dynamic: bool) -> GraphModule:
+def _size(graph: torch.fx.Graph, size: Any, inputs: Sequence[Node], given: Mapping[str, Node]) -> Node:
+    """A size as that of an input that has it."""
+    shapes = {node: fake_value(node).shape for node in inputs if isinstance(fake_value(node), torch.Tensor)}
+    for node, shape in shapes.items():
+        for dim, each in enumerate(shape):
+            if isinstance(each, torch.SymInt) and each.node.expr == size.node.expr:
+                made = graph.call_function(torch.ops.aten.sym_size.int, (given[str(node.target)], dim))
+                made.meta["example_value"] = fake_value(given[str(node.target)]).shape[dim]
+                return made
+    raise LookupError(f"no input has the size {size}")
+
+
+def captured(function: Function, inputs: Sequence[Any], dynamic: bool) -> GraphModule:
     """The graph of Dynamo."""
     found: list[GraphModule] = []
 
@@ -430,6 +454,33 @@ chunk by splits: x.chunk(3)[1].sum(0) -> x.tensor_split(3)[1].sum(0)
 half rounded down: x[:(x.shape[0] + 1) // 2].sum(0) -> x[:x.shape[0] // 2].sum(0)
 mean by the other size: x.mean(0) -> x.sum(0) / x.shape[1]
 every second: x[::2].sum(0) * x.shape[0] -> x[::2].sum(0) * (x.shape[0] // 2 * 2)
+== xs: 5x6 0.25 dynamic
+number of the first call: x * s -> x * 0.25
+number that is not negative: (x * s).amax(-1) -> x.amax(-1) * s
+number behind a norm: F.normalize(x * s) -> F.normalize(x)
+numbers exchanged: x * s + s ** 2 -> (x + s) * s ** 2
+== qkvs: 2x4x6x8 2x4x6x8 2x4x6x8 0.25 dynamic
+scale of the first call of attention: (q @ k.mT * s).softmax(-1) @ v -> sdpa(scale=0.25)(q, k, v)
+scale by the size alone: (q @ k.mT * s).softmax(-1) @ v -> sdpa()(q, k, v)
+scale twice: (q @ k.mT * s).softmax(-1) @ v -> F.scaled_dot_product_attention(q * s, k, v, scale=s)
+scale behind the softmax: (q @ k.mT * s).softmax(-1) @ v -> sdpa(scale=1.0)(q, k, v) * s
+dropout behind a number: F.dropout((q @ k.mT * s).softmax(-1), 0.1) @ v
+    -> F.scaled_dot_product_attention(q * s, k, v, scale=1.0)
+== qkvs: 2x4x6x8 2x2x6x8 2x2x6x8 0.25 dynamic
+heads of symbols tiled: (q @ k.repeat_interleave(2, 1).mT * s).softmax(-1) @ v.repeat_interleave(2, 1)
+    -> F.scaled_dot_product_attention(q * s, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), scale=1.0)
+== qkvms: 2x4x6x8 2x4x6x8 2x4x6x8 2x6:bool 0.25 dynamic
+padding forgotten: ((q @ k.mT) * s).masked_fill(~m[:, None, None], -INF).softmax(-1) @ v
+    -> F.scaled_dot_product_attention(q * s, k, v, scale=1.0)
+padding of queries: ((q @ k.mT) * s).masked_fill(~m[:, None, None], -INF).softmax(-1) @ v
+    -> F.scaled_dot_product_attention(q * s, k, v, m[:, None, :, None], scale=1.0)
+== qkv: 2x4x6x8 2x4x6x8 2x4x6x8 dynamic
+causal of symbols forgotten: attend(lambda q, k: k <= q)(q, k, v) -> attend()(q, k, v)
+window of symbols too wide: attend(lambda q, k: (k <= q) & (q - k < 40))(q, k, v)
+    -> attend(lambda q, k: (k <= q) & (q - k <= 40))(q, k, v)
+window of symbols forgotten: attend(lambda q, k: (k <= q) & (q - k < 40))(q, k, v)
+    -> attend(lambda q, k: k <= q)(q, k, v)
+scale of one size of heads: attend()(q, k, v) -> sdpa()(q, k, v)
 == x: 16x64 float16
 root mean square in float16: x.float().pow(2).sum(-1).sqrt().half() -> x.pow(2).sum(-1).sqrt()
 scale behind square: (x * 0.01).pow(2).sum(-1) -> x.pow(2).sum(-1) * 0.0001
@@ -604,6 +655,22 @@ groups enabled: sdpa()(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)) 
 == x: 7x6 dynamic
 halves: x.sum(0) -> x[:x.shape[0] // 2].sum(0) + x[x.shape[0] // 2:].sum(0)
 numel: x.sum() / x.numel() -> x.mean()
+== xs: 5x6 0.25 dynamic
+quotient by a number: x / s -> x * (1 / s)
+square of a number: x * s * s -> x * (s * s)
+what a guard says of a number: x * (s if s < 1 else 1) -> x * s
+negative number of a maximum: (x * -(s * s)).amax(-1) -> x.amin(-1) * -(s * s)
+== qkvs: 2x4x6x8 2x4x6x8 2x4x6x8 0.25 dynamic
+scale that is a number: (q @ k.mT * s).softmax(-1) @ v -> F.scaled_dot_product_attention(q, k, v, scale=s)
+scale in the queries, a number: (q @ k.mT * s).softmax(-1) @ v
+    -> F.scaled_dot_product_attention(q * s, k, v, scale=1.0)
+== qkvs: 2x4x6x8 2x2x6x8 2x2x6x8 0.25 dynamic
+groups of symbols: (q @ k.repeat_interleave(2, 1).mT * s).softmax(-1) @ v.repeat_interleave(2, 1)
+    -> F.scaled_dot_product_attention(q * s, k, v, scale=1.0, enable_gqa=True)
+== qkv: 2x4x6x8 2x4x6x8 2x4x6x8 dynamic
+window of symbols: attend(lambda q, k: (k <= q) & (q - k < 40))(q, k, v)
+    -> attend(lambda q, k: ~((q - k < 0) | (q - k > 39)))(q, k, v)
+scale by the size: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v -> sdpa()(q, k, v)
 == x: 16x64 float16
 norm in float32: x * x.float().pow(2).mean(-1, True).add(1e-6).rsqrt().half()
     -> (x.float() * x.float().pow(2).mean(-1, True).add(1e-6).rsqrt()).half()

@@ -30,6 +30,8 @@ _HIDES: Final = -1e4
 _REPEATS: Final = 6
 # How many assignments are tried where sizes are rounded.
 _REMAINDERS: Final = 8
+# And where the program computes with numbers that may be others in another call.
+_NUMBERS: Final = 4
 
 
 def check(
@@ -99,6 +101,7 @@ class _Check:
         if structure.same(self.before, self.after):
             self.methods.append(c.Method(name="structure", holds=True))
             return self._certificate(c.PROVED, reason="the same operators on the same operands")
+        self.before, self.after = sizes.with_numbers(self.before, self.after)
         try:
             variants = self._variants()
         except Exception as error:  # noqa: BLE001 - a graph may refuse in any way to run; the method says how
@@ -143,7 +146,10 @@ class _Check:
         """
         found: list[_Variant] = []
         reason = "no sizes that the guards allow are small enough"
-        count = _REMAINDERS if any(map(sizes.rounds, (self.before, self.after))) else 2
+        symbols = sizes.symbols_of(self.before)
+        symbolic = any(each.is_integer for each in symbols)
+        count = 2 if all(each.is_integer for each in symbols) else _NUMBERS
+        count = _REMAINDERS if any(map(sizes.rounds, (self.before, self.after))) else count
         for position, numbers in enumerate(sizes.assignments(self.before, count, self.seed)):
             family = sizes.Family(self.before, self.after, numbers, found=inputs.bounds(self.masks))
             wanted = inputs.shapes(self.before, numbers, {})
@@ -159,16 +165,16 @@ class _Check:
                     found.append(own)
                 continue
             self.families.append(family)
-            if family.elements <= (_ELEMENTS if numbers else _FEW):
+            if family.elements <= (_ELEMENTS if symbolic else _FEW):
                 found.append(own)
-                if numbers:
+                if symbolic:
                     found += self._beyond(family) if position == 0 else ()
                     continue
             for keep, start in ((sizes.STRUCTURE, 5 + position), (sizes.STRUCTURE, 7), (64, 65), (256, 257)):
                 variant = self._smaller(family, keep, start, _ELEMENTS)
                 if variant is not None and all(variant.shapes != each.shapes for each in found):
                     found.append(variant)
-                    if len(found) > 1 or numbers:
+                    if len(found) > 1 or symbolic:
                         break
             if not found and family.elements <= _ELEMENTS:
                 found.append(own)
@@ -192,12 +198,12 @@ class _Check:
 
     def _beyond(self, family: sizes.Family) -> Iterator[_Variant]:
         """Sizes that are larger than the numbers in a graph of symbolic sizes, where the ones tried are smaller."""
-        numbers = family.numbers
+        numbers = sizes.sized(family.numbers)
         if all(each <= max(numbers.values()) for each in family.found):
             return
         made = family.smaller(*_LEAST) or {}
         step = max(made.values(), default=0)
-        larger = {symbol: number + step - 1 for symbol, number in numbers.items()}
+        larger = {**family.numbers, **{symbol: number + step - 1 for symbol, number in numbers.items()}}
         if sizes.allowed(self.before, larger):
             variant = self._smaller(dataclasses.replace(family, numbers=larger), *_LEAST, _ELEMENTS)
             if variant is not None:
@@ -473,9 +479,10 @@ class _Check:
 
     def _larger(self) -> Iterator[_Variant]:
         for family in self.families:
-            numbers = {symbol: number + max(family.found, default=0) for symbol, number in family.numbers.items()}
+            sized = sizes.sized(family.numbers)
+            numbers = {**family.numbers, **{key: size + max(family.found, default=0) for key, size in sized.items()}}
             wanted = inputs.shapes(self.before, numbers, {})
-            if numbers and family.found and sizes.allowed(self.before, numbers):
+            if sized and family.found and sizes.allowed(self.before, numbers):
                 with contextlib.suppress(Exception):  # sizes that a graph can't have; others are tried
                     if sizes.traced((self.before, self.after), wanted)[1] <= _CONFIRMED:
                         yield _Variant(self.before, self.after, wanted, True, numbers, self.masks)

@@ -156,7 +156,7 @@ class _Following:
             )
             if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
                 if name in ("tril", "triu") and not read:
-                    found[node.name] = self._triangle(node, name, value)
+                    found[node.name] = self._triangle(node, name, value, known)
                 data = True
             elif read and structure.is_in_order(node) and node.args[0] in known:
                 raise UndecidedError(f"{name} writes to positions")
@@ -188,11 +188,12 @@ class _Following:
                 self.lowest[str(term)] = 0
         return found
 
-    def _triangle(self, node: Node, name: str, value: torch.Tensor) -> _Tensor:
+    def _triangle(self, node: Node, name: str, value: torch.Tensor, known: Mapping[Node, _Tensor]) -> _Tensor:
         diagonal = _argument(node, 1, "diagonal", 0)
-        if not isinstance(diagonal, int):
+        number = known[diagonal].number if diagonal in known else self.size(diagonal)
+        if number is None:
             raise UndecidedError("a diagonal that is no number")
-        moved = _sum({("at", 0): 1, ("at", 1): -1}, {1: -diagonal})
+        moved = _sum({("at", 0): 1, ("at", 1): -1}, number, -1)
         formula: Formula = ("le", moved) if name == "tril" else ("le", {key: -times for key, times in moved.items()})
         return _Tensor(node.name, tuple(map(self.size, value.shape)), formula=formula)
 
@@ -234,7 +235,7 @@ class _Following:
         if first is None:
             return None
         if name in ("tril", "triu") and first.formula is not None:
-            return of(formula=_both(first.formula, self._triangle(node, name, value).formula))  # type: ignore[arg-type]
+            return of(formula=_both(first.formula, self._triangle(node, name, value, known).formula))  # type: ignore[arg-type]
         second = operands[1] if len(operands) > 1 else None
         if name == "not" and first.formula is not None:
             return of(formula=("not", first.formula))

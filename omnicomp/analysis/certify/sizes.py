@@ -25,6 +25,9 @@ from omnicomp.analysis.nodes import op_name
 _SMALL: Final = (2, 3, 4, 5, 6, 7)
 STRUCTURE: Final = 4
 _META: Final = torch.device("meta")
+_SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
+# Numbers of a program are varied by fractions of this denominator, which the algebra and their quotients have exactly.
+_PARTS: Final = 2**13
 _NO_SIZE: Final = 1 << 31
 
 
@@ -33,24 +36,58 @@ def placeholders(module: GraphModule) -> list[Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
+def with_numbers(*modules: GraphModule) -> list[GraphModule]:
+    """The graphs, in which numbers that all of them do nothing with but read of a tensor are inputs themselves.
+
+    With `dynamic=True` Dynamo keeps the numbers of a program, such as a scale, in tensors of one element.
+    """
+    read: dict[str, Any] = {}
+    for module in modules:
+        for node in placeholders(module):
+            users = list(node.users)
+            numbers = [fake_value(user) for user in users if base_name(user) in ("item", "_local_scalar_dense")]
+            if len(numbers) < len(users) or any(not isinstance(each, _SYMBOLIC) for each in numbers):
+                read[node.name] = None
+            elif numbers:
+                read.setdefault(node.name, numbers[0])
+    if not any(each is not None for each in read.values()):
+        return list(modules)
+    found = [copy_module(module) for module in modules]
+    for module in found:
+        for node in placeholders(module):
+            if (number := read.get(node.name)) is None:
+                continue
+            for user in list(node.users):
+                user.replace_all_uses_with(node)
+                module.graph.erase_node(user)
+            node.meta = {"example_value": number}
+        module.recompile()
+    return found
+
+
 def symbols_of(module: GraphModule) -> list[Any]:
-    """The symbols in the shapes of the placeholders, in order."""
+    """The symbols in the shapes of the placeholders, and those that are numbers of the program, in order."""
     found: dict[Any, None] = {}
     for node in placeholders(module):
         value = fake_value(node)
         numbers = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
         for each in numbers:
-            if isinstance(each, torch.SymInt):
+            if isinstance(each, _SYMBOLIC):
                 for symbol in sorted(each.node.expr.free_symbols, key=str):
                     found[symbol] = None
     return list(found)
 
 
-def first(module: GraphModule) -> dict[Any, int]:
+def first(module: GraphModule) -> dict[Any, Any]:
     """The numbers that the symbols had in the first call."""
     values = [fake_value(node) for node in placeholders(module)]
     leaves = [each for value in values for each in (value.shape if isinstance(value, torch.Tensor) else (value,))]
-    return {each.node.expr: each.node.hint for each in leaves if isinstance(each, torch.SymInt)}
+    return {each.node.expr: each.node.hint for each in leaves if isinstance(each, _SYMBOLIC)}
+
+
+def sized(numbers: Mapping[Any, Any]) -> dict[Any, int]:
+    """The symbols that are sizes, and none of the program's other numbers."""
+    return {symbol: value for symbol, value in numbers.items() if symbol.is_integer}
 
 
 def rounds(module: GraphModule) -> bool:
@@ -65,23 +102,28 @@ def rounds(module: GraphModule) -> bool:
     return False
 
 
-def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[Any, int]]:
+def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[Any, Any]]:
     """Small numbers for the symbols that the guards of the shape environment allow; at most `count` assignments.
 
-    Each symbol has another number in each, where the guards let it: what is right for one number alone is seen.
+    Each symbol has another number in each, where the guards let it: what is right for one number alone is seen. Numbers
+    of the program are first what they were, then of any sign and magnitude, and then near what they were.
     """
     symbols = symbols_of(module)
     if not symbols:
         yield {}
         return
     environment = _environment(module)
+    known = first(module)
     draw = random.Random(seed)
-    seen: list[tuple[int, ...]] = []
+    seen: list[tuple[Any, ...]] = []
     for attempt in range(200):
-        numbers: dict[Any, int] = {}
+        numbers: dict[Any, Any] = {}
         pool = list(_SMALL)
         draw.shuffle(pool)
         for index, symbol in enumerate(symbols):
+            if not symbol.is_integer:
+                numbers[symbol] = _real(known.get(symbol), len(seen), draw, module, symbol)
+                continue
             low, high = _range(environment, symbol)
             choice = pool[index % len(pool)] if attempt % 3 < 2 else draw.choice(_SMALL)
             choice = max(choice, low) + (draw.randrange(3) if low > _SMALL[-1] else 0)
@@ -96,12 +138,36 @@ def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[
             return
 
 
+def _real(known: float | None, turn: int, draw: random.Random, module: GraphModule, symbol: Any) -> sympy.Float:
+    """A number in place of one of the program's, with which all that it computes of it alone is a real number."""
+    size = 2.0 ** math.frexp(known or 1.0)[1] / _PARTS
+    near = math.copysign(draw.randrange(_PARTS // 4, _PARTS) * size, known or 1.0)
+    far = draw.choice((-1, 1, -1)) * draw.randrange(1, _PARTS) * size * draw.choice((0.25, 1, 4))
+    wanted = [each for each in ((known,), (far, near), (near, far))[min(turn, 2)] if each is not None]
+    for each in (*wanted, near, known or 1.0):
+        number = sympy.Float(each)
+        if _allowed(_environment(module), {symbol: number}) and _defined(module, {symbol: number}):
+            return number
+    return sympy.Float(known or 1.0)
+
+
+def _defined(module: GraphModule, numbers: Mapping[Any, Any]) -> bool:
+    """Whether what a graph computes of numbers is real and finite."""
+    for node in module.graph.nodes:
+        value = fake_value(node)
+        if isinstance(value, torch.SymFloat):
+            found = value.node.expr.xreplace(numbers)
+            if not found.free_symbols and not (found.is_extended_real and found.is_finite):
+                return False
+    return True
+
+
 def _environment(module: GraphModule) -> Any:
     for node in placeholders(module):
         value = fake_value(node)
         numbers = [*value.shape] if isinstance(value, torch.Tensor) else [value]
         for each in numbers:
-            if isinstance(each, torch.SymInt):
+            if isinstance(each, _SYMBOLIC):
                 return each.node.shape_env
     return None
 
@@ -115,10 +181,11 @@ def _range(environment: Any, symbol: Any) -> tuple[int, int]:
     return max(low, 1), high
 
 
-def allowed(module: GraphModule, numbers: Mapping[Any, int]) -> bool:
+def allowed(module: GraphModule, numbers: Mapping[Any, Any]) -> bool:
     """Whether the guards of a graph allow numbers for its symbols."""
     environment = _environment(module)
-    within = all(low <= number <= high for s, number in numbers.items() for low, high in [_range(environment, s)])
+    ranges = ((number, *_range(environment, symbol)) for symbol, number in sized(numbers).items())
+    within = all(low <= number <= high for number, low, high in ranges)
     return within and _allowed(environment, numbers)
 
 
@@ -131,7 +198,7 @@ def number(value: Any, numbers: Mapping[Any, int]) -> Any:
     if isinstance(value, torch.SymInt):
         return int(value.node.expr.xreplace(numbers))
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
-        return type(value.node.hint)(value.node.expr.xreplace(numbers))
+        return (float if isinstance(value, torch.SymFloat) else bool)(value.node.expr.xreplace(numbers))
     return value
 
 

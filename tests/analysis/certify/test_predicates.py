@@ -43,6 +43,10 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "from behind": (of(lambda q, k: k >= q), lambda n: torch.arange(n)[None] >= torch.arange(n)[:, None]),
     "transposed": (of(lambda q, k: k <= q), lambda n: torch.ones(n, n, dtype=torch.bool).triu().transpose(0, 1)),
     "sizes": (lambda n: torch.arange(n) < n - 7, lambda n: torch.arange(n) + 7 < n),
+    "diagonal of sizes": (
+        lambda n: torch.ones(n, n, dtype=torch.bool).tril(n - 3),
+        lambda n: torch.arange(n)[None] <= torch.arange(n)[:, None] + n - 3,
+    ),
 }
 OTHER: dict[str, tuple[Any, Any]] = {
     "window of one more": (of(lambda q, k: q - k < 5000), of(lambda q, k: q - k <= 5000)),
@@ -52,6 +56,10 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "transposed": (of(lambda q, k: k <= q), of(lambda q, k: q <= k)),
     "written": (of(lambda q, k: k <= q), of(lambda q, k: (k <= q).logical_not_())),
     "sizes": (lambda n: torch.arange(n) < n - 7, lambda n: torch.arange(n) < n - 8),
+    "diagonal of sizes": (
+        lambda n: torch.ones(n, n, dtype=torch.bool).tril(n - 3),
+        lambda n: torch.ones(n, n, dtype=torch.bool).tril(n - 4),
+    ),
     "one place": (lambda n: torch.arange(n)[2:3] < torch.arange(n), lambda n: torch.arange(n) + 2 < torch.arange(n)),
     "a product": (of(lambda q, k: q * k < 90), of(lambda q, k: k * q < 91)),
 }
