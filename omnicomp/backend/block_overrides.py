@@ -42,7 +42,7 @@ def late_overrides(gm: GraphModule, graph: CapturedGraph, wanted: LateOverrides)
 
 
 def _apply(gm: GraphModule, graph: CapturedGraph, choice: Choice, timeline: Timeline) -> tuple[NodePlacement, ...]:
-    before = copy_module(gm, lazy=True) if graph.policy.certify != "off" else None
+    before = copy_module(gm, lazy=True) if graph.policy.certifies else None
     own = timeline if before is None else Timeline()
     context = dataclasses.replace(graph.context("", {}), timeline=own)
     declined = apply_blocks(gm, context, choice, training=graph.training)

@@ -19,7 +19,7 @@ from omnicomp.passes.base import Pass, PassContext, run_pipeline
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.registry import GROUP, Plugin, checked
 from omnicomp.passes.repairs import Repair
-from omnicomp.timeline import Event, Option, Reason, Timeline, current
+from omnicomp.timeline import Certified, Event, Option, Reason, Timeline, current
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def _run(
         shown=policy.progress,
     )
     events = context.timeline.events()
-    if policy.certify != "off":
+    if any(isinstance(event, Certified) for event in events):
         from omnicomp.passes.certificates import with_verdicts
 
         events = with_verdicts(events)
@@ -176,7 +176,8 @@ def _record_left_out(graph: CapturedGraph, name: str, error: str, *, refuted: bo
         by=name,
         sentence=f"the pass {name} {failed}, and the graph goes on without what it rewrote: {error}",
         lever=f"report the error to the package that has the pass, or leave it out with "
-        f"options={{'disable_passes': ['{name}']}}",
+        f"options={{'disable_passes': ['{name}']}}"
+        + ("; options={'certify': 'off'} keeps what it made, unchecked" if refuted else ""),
     )
     record_retreat(graph.id, "passes", f"passes without {name}", reason)
 

@@ -47,7 +47,7 @@ def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGrap
     if lifted is None:
         forget_tensors(narrow)
         return unchanged
-    if graph.policy.certify != "off" and not _certified(module, narrow, lifted, graph):
+    if graph.policy.certifies and not _certified(module, narrow, lifted, graph):
         return unchanged
     return WeightInputs(module=narrow, inputs=lifted.inputs, lifted=lifted, graph=graph.id)
 

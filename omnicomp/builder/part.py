@@ -203,7 +203,7 @@ class _Builder:
                 if reason.code == "cut_out":
                     self._record_retreat(reason.by, "override", reason)
             raise LateOverrides(wanted)
-        before = copy_module(self._module, lazy=True) if context.policy.certify != "off" else None
+        before = copy_module(self._module, lazy=True) if context.policy.certifies else None
         self._declined += apply_overrides(self._module, context, left)
         if before is not None:
             from omnicomp.builder.certificates import certify_overrides

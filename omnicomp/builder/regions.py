@@ -62,7 +62,7 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
         return Shared(left_whole=left_whole(why))
     if context.part != "inference" and policy.dtype_policy.rewrites:
         cast_together(graph)
-    before = copy_module(module, lazy=True) if policy.certify != "off" else None
+    before = copy_module(module, lazy=True) if policy.certifies else None
     _gather_results(graph)
     gather_getitems(module)
     nodes = [node for node in graph.nodes if node.op == "call_function" and not shared_code.is_seed(node)]

@@ -279,11 +279,12 @@ class Policy:
         in_digest=False,
     )
     certify: str = option(
-        "off",
-        choice("off", "new", "always"),
-        '`"new"`: what each pass changed is checked by what knows nothing of the pass, and a place that is refuted '
+        "outside",
+        choice("off", "outside", "new", "always"),
+        "what each pass from outside changed is checked by what knows nothing of the pass, and a place that is refuted "
         "becomes what it was; certificates are kept by the structure of the change, so that equal layers are one "
-        'check, and a warm start is none. `"always"` checks in each compilation. See [audit.md](audit.md#certificates)',
+        'check, and a warm start is none. `"new"` checks omnicomp\'s own passes, too, and `"always"` does so in each '
+        'compilation. `"off"` checks nothing. See [audit.md](audit.md#certificates)',
         in_digest=False,
         variable="OMNICOMP_CERTIFY",
     )
@@ -372,6 +373,11 @@ class Policy:
     records: bool = True  # whether calls are recorded by `cudagraphs`, and not by Inductor's own options
     mode: str = "default"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def certifies(self) -> bool:
+        """Whether what omnicomp itself puts into a graph is checked."""
+        return self.certify in ("new", "always")
 
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""

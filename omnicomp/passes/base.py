@@ -404,7 +404,8 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: b
 def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, check: bool, strict: bool) -> bool:
     fingerprint = _fingerprint(region)
     known, outputs = set(region.graph.nodes), _outputs(region)
-    old = copy_module(region, lazy=True) if strict or context.certify != "off" else None
+    certified = context.certify in ("new", "always") or (strict and context.certify == "outside")
+    old = copy_module(region, lazy=True) if strict or certified else None
     before = old if strict else None
     result: Any = item.run(region, context)
     if not isinstance(result, PassResult):
@@ -428,7 +429,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
             _check_new(item, region, known)
         if (check and item.checked) or strict:
             _verify(item, region, outputs, before, context)
-        if context.certify != "off" and old is not None:
+        if certified and old is not None:
             _certify(item, region, old, context)
     return really
 

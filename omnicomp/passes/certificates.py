@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.attention import hint_of
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import describe, fake_mode
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp._torch.inductor.versions import keeps_caches
@@ -30,7 +31,7 @@ from omnicomp.errors import PassError, first_line
 from omnicomp.options.digest import package_digest
 from omnicomp.passes import assumptions as masks
 from omnicomp.passes.changes import Change, UncutError, changes
-from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, load_graph
+from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, dump_target, load_graph
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.verdicts import Checker
 from omnicomp.timeline import Certified, Event, NearMiss, Reason, Rewrite
@@ -113,13 +114,13 @@ def certified(
         What was found of each part, with the verdict `refuted` for those that were taken back.
 
     Raises:
-        NotCertifiedError: what computes something else can't be told from the rest.
+        NotCertifiedError: what computes something else can't be told from the rest. A check that fails is no reason.
     """
     told = {item.key: _of_mask(item, before) for item in assumed}
     rests = [*claims, *filter(None, told.values())]
     unsaid = [item.sentence for item in assumed if told[item.key] is None]
     found: list[Certified] = []
-    wrong: list[Callable[[], None]] = []
+    wrong: list[tuple[Certified, Callable[[], None]]] = []
     try:
         for change in changes(before, after):
             made = _certified(name, change, rests, unsaid, known, always, prepare)
@@ -129,11 +130,17 @@ def certified(
             if event.verdict == certify.REFUTED:
                 if change.undo is None:
                     raise NotCertifiedError(event)
-                wrong.append(change.undo)
-    except UncutError as error:
-        found.append(Certified(graph=graph, name=name, node="", verdict=certify.ASSUMED, sentence=str(error)))
-    for undo in wrong:
-        undo()
+                wrong.append((event, change.undo))
+    except (NotCertifiedError, *CONTROL_FLOW):
+        raise
+    except Exception as error:  # noqa: BLE001 - becomes the sentence of the event
+        sentence = str(error) if isinstance(error, UncutError) else f"the check failed: {first_line(error)}"
+        found.append(Certified(graph=graph, name=name, node="", verdict=certify.ASSUMED, sentence=sentence))
+    for event, undo in wrong:
+        try:
+            undo()
+        except Exception as error:
+            raise NotCertifiedError(event) from error
     if wrong:
         after.graph.lint()
         after.recompile()
@@ -308,7 +315,7 @@ def _text(*sides: GraphModule) -> str:
     """Graphs that are no data, such as those with symbolic sizes, as text that has symbols by their order.
 
     Raises:
-        UnkeptError: one holds something.
+        UnkeptError: one holds something, or calls what another process can't find.
     """
     lines: list[str] = []
     symbolic: list[Any] = []
@@ -321,7 +328,7 @@ def _text(*sides: GraphModule) -> str:
             leaves = tree_leaves(fake_value(node))
             sizes = [size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
             symbolic += [size for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat))]
-            target = "" if node.op == "placeholder" else str(node.target)
+            target = "" if node.op == "placeholder" else dump_target(node, {})
             lines.append(f"{node.op} {target} {called!r} {[_described(leaf) for leaf in leaves]}")
     symbols, facts = facts_of(symbolic)
     names = {name: f"symbol{place}" for place, name in enumerate(symbols)}
@@ -357,7 +364,7 @@ def _with_verdict(event: Rewrite, found: Certified) -> Event:
         by=event.name,
         sentence=f"what the pass made of it computes something else: {found.sentence}",
         lever=f"report the error to the package that has the pass, or leave it out with "
-        f"options={{'disable_passes': ['{event.name}']}}",
+        f"options={{'disable_passes': ['{event.name}']}}; options={{'certify': 'off'}} keeps what it made, unchecked",
     )
     fields = {key: getattr(event, key) for key in ("graph", "name", "kind", "node", "source", "module")}
     return NearMiss(**fields, reason=reason)

@@ -1,11 +1,13 @@
 import dataclasses
 import operator
+import textwrap
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from lacking import Lacking
+from processes import python
 from torch.fx import symbolic_trace
 
 import omnicomp
@@ -13,7 +15,7 @@ from omnicomp import timeline
 from omnicomp._torch.fx import describe
 from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import insert_call
-from omnicomp.passes import Pass, PassContext, PassResult, run_pipeline
+from omnicomp.passes import Pass, PassContext, PassResult, certificates, run_pipeline
 from omnicomp.passes.attention import assume
 from omnicomp.passes.legalise import Legalise
 from omnicomp.timeline import Certified
@@ -112,8 +114,22 @@ def test_always_checks_again(monkeypatch: pytest.MonkeyPatch):
     assert len(calls) == 2
 
 
-def test_off_is_the_default():
-    torch.compile(function, backend="omni", options={"lowerings": ["eager"], "passes": [Doubling()]})(torch.randn(4))
+def test_by_default_passes_from_outside_are_checked_and_those_of_omnicomp_are_not():
+    def attention(x):
+        return (x @ x.mT / 8**0.5).softmax(-1) @ ((x * 2).sin() * 3)
+
+    x = torch.randn(2, 4, 6, 8)
+    options = {"lowerings": ["eager"], "passes": [Doubling(factors=(2, 3))]}
+    torch.testing.assert_close(torch.compile(attention, backend="omni", options=options)(x), attention(x))
+    assert {event.name for event in certified()} == {"doubling"}
+    assert [event.verdict == certify.REFUTED for event in certified()].count(True) == 1
+    (graph,) = omnicomp.audit().graphs
+    assert {site.name for site in graph.rewrites} == {"attention_fusion", "doubling"}
+
+
+def test_off_checks_nothing():
+    x = torch.randn(4)
+    assert not torch.equal(compiled(x, certify="off", factors=(3,)), function(x))
     assert not certified()
 
 
@@ -127,6 +143,70 @@ def test_a_check_that_fails_costs_the_verdict_alone(monkeypatch: pytest.MonkeyPa
     assert {(event.verdict, event.sentence) for event in certified()} == {
         (certify.ASSUMED, "the check failed: RuntimeError: no")
     }
+
+
+def test_a_cut_that_fails_costs_the_verdict_alone(monkeypatch: pytest.MonkeyPatch):
+    def changes(*args: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(certificates, "changes", changes)
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(x), function(x))
+    assert {(event.verdict, event.sentence) for event in certified()} == {
+        (certify.ASSUMED, "the check failed: RuntimeError: no")
+    }
+    (graph,) = omnicomp.audit().graphs
+    assert len(graph.rewrites) == 2
+    assert not graph.retreats
+
+
+def test_what_cannot_be_taken_back_costs_the_pass(monkeypatch: pytest.MonkeyPatch):
+    def undo(*args: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("omnicomp.passes.changes._Comparison._undo", undo)
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(x, factors=(2, 3)), function(x))
+    (retreat,) = omnicomp.audit().graphs[0].retreats
+    assert (retreat.reason.code, retreat.reason.by) == ("not_certified", "doubling")
+
+
+def test_layers_with_numbers_of_their_own_are_one_check():
+    class Layer(torch.nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            return (x @ x.mT * self.scale).softmax(-1) @ x
+
+    torch.compiler.reset()
+    options = {"lowerings": ["eager"], "certify": "new"}
+    model = torch.nn.Sequential(*(each for _ in range(3) for each in (torch.nn.Linear(8, 8), Layer(0.25))))
+    torch.compile(model, backend="omni", dynamic=True, options=options)(torch.randn(2, 4, 6, 8))
+    assert {event.verdict for event in certified()} == {certify.PROVED}
+    assert sum(not event.kept for event in certified()) < len(certified()) / 2
+
+
+@pytest.mark.slow
+def test_the_next_process_checks_no_graph_of_symbolic_sizes_again():
+    program = """
+        import torch
+        from omnicomp import timeline
+        from omnicomp.timeline import Certified
+
+        def attention(x, scale):
+            return (x @ x.mT * scale).softmax(-1) @ x
+
+        options = {"lowerings": ["eager"], "certify": "new"}
+        torch.compile(attention, backend="omni", dynamic=True, options=options)(torch.randn(2, 4, 6, 8), 0.25)
+        print([event.kept for event in timeline.events() if isinstance(event, Certified)])
+        """
+    program = textwrap.dedent(program)
+    first, second = (python("-c", program, fresh=fresh, check=True).stdout for fresh in (False, True))
+    assert "False" in first
+    assert "False" not in second
+    assert "True" in second
 
 
 def test_attention_of_symbolic_sizes_is_proved_for_all():

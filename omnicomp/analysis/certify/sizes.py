@@ -189,7 +189,7 @@ def allowed(module: GraphModule, numbers: Mapping[Any, Any]) -> bool:
     return within and _allowed(environment, numbers)
 
 
-def _allowed(environment: Any, numbers: Mapping[Any, int]) -> bool:
+def _allowed(environment: Any, numbers: Mapping[Any, Any]) -> bool:
     return all(guard.expr.xreplace(numbers) != sympy.false for guard in getattr(environment, "guards", ()))
 
 
