@@ -1,7 +1,7 @@
 """Symbolic sizes."""
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
 
 import sympy
@@ -39,11 +39,15 @@ def known_range(value: torch.SymInt, expr: sympy.Expr) -> tuple[int | None, int 
     return lower, upper
 
 
+def hints_of(environment: Any) -> Mapping[Any, Any]:
+    """The numbers that the symbols of a shape environment had in the first call."""
+    return getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+
+
 def environment_text(value: Any) -> str:
     """All that the shape environment of a symbolic number knows: sizes that were seen, ranges, guards."""
     environment = value.node.shape_env
-    hints = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
-    tables = (hints, environment.var_to_range, environment.replacements, environment.divisible)
+    tables = (hints_of(environment), environment.var_to_range, environment.replacements, environment.divisible)
     texts = [
         sorted(f"{key}={table[key]}" if isinstance(table, dict) else str(key) for key in table) for table in tables
     ]

@@ -69,7 +69,13 @@ def changes(before: GraphModule, after: GraphModule) -> Iterator[Change]:
         yield Change(before=before, after=after, at=comparison.first, nodes=nodes, whole=True)
         return
     for pair in comparison.pairs():
-        yield comparison.cut(pair)
+        change = comparison.cut(pair)
+        # Of several results those count that are read.
+        several = isinstance(fake_value(comparison.new.nodes[pair[1]]), (tuple, list))
+        taken = change.read() if several else None
+        yield (
+            change if taken is None else dataclasses.replace(taken, at=change.at, nodes=change.nodes, undo=change.undo)
+        )
 
 
 class _Side:

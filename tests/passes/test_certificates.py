@@ -222,6 +222,18 @@ def test_attention_of_symbolic_sizes_is_proved_for_all():
     assert event.probability < -40
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weights_of_torchs_own_attention_that_nothing_reads_are_proved_away(dynamic: bool):
+    attention = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    x = torch.randn(2, 16, 64)
+    torch.compiler.reset()
+    options = {"lowerings": ["eager"], "certify": "new"}
+    with torch.no_grad():
+        torch.compile(lambda q, k: attention(q, k, k)[0], backend="omni", dynamic=dynamic, options=options)(x[:, :1], x)
+    assert {event.verdict for event in certified()} <= {certify.PROVED, certify.PROVED_FOR_SIZES}
+    assert certified()
+
+
 def test_attention_with_a_mask_as_input_is_not_refuted():
     def attention(q, k, v, mask):
         scores = (q @ k.transpose(-2, -1) / 8**0.5).masked_fill(mask, torch.finfo(torch.float32).min)

@@ -5,7 +5,7 @@ A Dynamo graph calls torch's functions, whose dtypes are often not in its nodes 
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -54,7 +54,7 @@ class InPrecision(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return self._higher_order(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_plain_attention(func, args, kwargs):
             return self._random(func, args, kwargs)
         if self._dtype is None:
             return func(*args, **kwargs)
@@ -138,6 +138,13 @@ class InPrecision(TorchDispatchMode):
             return value
         target = _COMPLEX[dtype] if value.is_complex() else dtype
         return value if value.dtype is target else value.to(target)
+
+
+def _is_plain_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is the CPU's kernel of attention, which has all dtypes, without a dropout to draw for."""
+    if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return False
+    return not (args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0))
 
 
 def _is_written(argument: Any) -> bool:

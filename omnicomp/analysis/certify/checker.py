@@ -737,7 +737,10 @@ def _unequal(a: Any, b: Any) -> c.Witness | None:
 def _apart(a: Any, b: Any, floor: float = 0.0) -> c.Witness | None:
     """Where two results differ by more than rounding in float64."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return None if a is b or a == b else c.Witness(method="numbers", detail=f"{a} became {b}")
+        if a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and a == b):
+            return None
+        words = ["a tensor" if isinstance(each, torch.Tensor) else str(each) for each in (a, b)]
+        return c.Witness(method="numbers", detail=" became ".join(words))
     if a.shape != b.shape:
         return c.Witness(method="numbers", detail=f"the shape {list(a.shape)} became {list(b.shape)}")
     if not a.numel():

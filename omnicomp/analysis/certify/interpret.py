@@ -5,6 +5,7 @@ matrix products around a softmax, and the graphs that FlexAttention calls are ru
 is a function of how many were before it.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.inductor.triton_ops import REFERENCES
@@ -20,6 +22,7 @@ from omnicomp.analysis.certify import values
 from omnicomp.analysis.certify.values import Residue, State, Unsupported
 
 _aten: Final[Any] = torch.ops.aten
+_ATTENDING: Final = (F.multi_head_attention_forward, torch._native_multi_head_attention)
 Definition = Callable[..., Any]
 
 
@@ -83,7 +86,9 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
         function = function or target
     if _has_devices(node):
         args, kwargs = tree_map(lambda value: _moved(value, state.device), (args, kwargs))
-    result = function(*args, **kwargs)
+    # Attention inside of `multi_head_attention_forward` and its like: kernels are as exact as float32 is.
+    with sdpa_kernel(SDPBackend.MATH) if function in _ATTENDING else contextlib.nullcontext():
+        result = function(*args, **kwargs)
     if (
         state.lift
         and isinstance(result, torch.Tensor)

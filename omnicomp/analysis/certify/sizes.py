@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import copy_module, fake_value
+from omnicomp._torch.symbols import hints_of
 from omnicomp.analysis.certify import interpret, values
 from omnicomp.analysis.certify.values import State
 from omnicomp.analysis.nodes import op_name
@@ -29,6 +30,8 @@ _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 # Numbers of a program are varied by fractions of this denominator, which the algebra and their quotients have exactly.
 _PARTS: Final = 2**13
 _NO_SIZE: Final = 1 << 31
+# From which attempt on symbols may be as in another assignment, or be sizes up to twice those of the first call.
+_NEARBY: Final = 100
 
 
 def placeholders(module: GraphModule) -> list[Node]:
@@ -113,10 +116,10 @@ def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[
         yield {}
         return
     environment = _environment(module)
-    known = first(module)
+    known, hints = first(module), hints_of(environment)
     draw = random.Random(seed)
     seen: list[tuple[Any, ...]] = []
-    for attempt in range(200):
+    for attempt in range(2 * _NEARBY):
         numbers: dict[Any, Any] = {}
         pool = list(_SMALL)
         draw.shuffle(pool)
@@ -125,12 +128,17 @@ def assignments(module: GraphModule, count: int, seed: int) -> Iterator[Mapping[
                 numbers[symbol] = _real(known.get(symbol), len(seen), draw, module, symbol)
                 continue
             low, high = _range(environment, symbol)
+            seen_first = int(hints.get(symbol, 0))
+            if attempt >= _NEARBY and seen_first > _SMALL[-1]:
+                # As where a guard is about the number of patches of an image.
+                numbers[symbol] = draw.randint(low, max(low, min(2 * seen_first, high)))
+                continue
             choice = pool[index % len(pool)] if attempt % 3 < 2 else draw.choice(_SMALL)
             choice = max(choice, low) + (draw.randrange(3) if low > _SMALL[-1] else 0)
             numbers[symbol] = min(choice, high)
         key = tuple(numbers.values())
         near = any(same == other for known in seen for same, other in zip(key, known, strict=True))
-        if key in seen or (near and attempt < 100) or not _allowed(environment, numbers):
+        if key in seen or (near and attempt < _NEARBY) or not _allowed(environment, numbers):
             continue
         seen.append(key)
         yield numbers

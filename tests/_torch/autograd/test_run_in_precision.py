@@ -60,3 +60,11 @@ def test_complex_numbers_are_widened_with_their_parts() -> None:
     with on_real_tensors(), InPrecision(torch.float64):
         found = torch.view_as_complex(torch.ones(3, 2)) * 2
     assert found.dtype is torch.complex128
+
+
+def test_attention_without_a_dropout_is_computed_in_the_dtype() -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8).double().unbind()
+    true = (q @ k.mT / 8**0.5).softmax(-1) @ v
+    with on_real_tensors(), InPrecision(torch.float64):
+        found = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
