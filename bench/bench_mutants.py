@@ -4,7 +4,9 @@ Each change of a pass (`omnicomp.passes.changes`) of some models is taken, the n
 mistake in the pass would, and both graphs are compared. A mutant that computes the same on random inputs, within four
 times the distance of the unmutated graph and 1e-4, is none.
 
-    python bench/bench_mutants.py
+    python bench/bench_mutants.py [--dynamic]
+
+With `--dynamic` all sizes and floats of the models are symbols.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.autograd.attention import hint_of
 from omnicomp._torch.fx import copy_module
 from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import fake_value, op_name
@@ -249,11 +252,13 @@ def _inputs(module: GraphModule, seed: int) -> list[Any]:
     for node in module.graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if not isinstance(value, torch.Tensor):
-            found.append(value)
-        elif value.is_floating_point():
-            found.append(torch.randn(value.shape, generator=generator).to(value.dtype))
+            found.append(hint_of(value))
+            continue
+        shape = [hint_of(size) for size in value.shape]
+        if value.is_floating_point():
+            found.append(torch.randn(shape, generator=generator).to(value.dtype))
         else:
-            found.append((torch.rand(value.shape, generator=generator) < 0.7).to(value.dtype))
+            found.append((torch.rand(shape, generator=generator) < 0.7).to(value.dtype))
     return found
 
 
@@ -278,7 +283,7 @@ def differs(before: GraphModule, after: GraphModule, made: GraphModule) -> bool 
     return False
 
 
-def collect(names: list[str], policies: list[str]) -> list[tuple[str, Any, Any, Any]]:
+def collect(names: list[str], policies: list[str], *, dynamic: bool = False) -> list[tuple[str, Any, Any, Any]]:
     """The changes of the passes on some models, each structure once, as they are checked."""
     found: dict[str, tuple[str, Any, Any, Any]] = {}
     check = certify.check
@@ -304,7 +309,7 @@ def collect(names: list[str], policies: list[str]) -> list[tuple[str, Any, Any, 
                 case = build(name, "tiny")
                 options = {"lowerings": ["eager"], "certify": "always", "dtype_policy": policy}
                 with torch.no_grad():
-                    torch.compile(case.model, backend="omni", options=options)(**case.inputs)
+                    torch.compile(case.model, backend="omni", dynamic=dynamic, options=options)(**case.inputs)
     finally:
         certificates.certify.check, certificates.certified = check, certified
     return list(found.values())
@@ -315,11 +320,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["bert", "llama", "t5", "vit"], choices=sorted(MODELS))
     parser.add_argument("--policies", nargs="*", default=["keep", "bf16"])
+    parser.add_argument("--dynamic", action="store_true")
     arguments = parser.parse_args()
     made: collections.Counter[str] = collections.Counter()
     killed: collections.Counter[str] = collections.Counter()
     assumed: collections.Counter[str] = collections.Counter()
-    for name, before, after, given in collect(arguments.models, arguments.policies):
+    for name, before, after, given in collect(arguments.models, arguments.policies, dynamic=arguments.dynamic):
         for what, mutant in mutants(after):
             if not differs(before, after, mutant):
                 continue

@@ -63,7 +63,7 @@ def facts_of(values: Iterable[Any]) -> tuple[dict[str, None], list[str]]:
     for value in values:
         for symbol in sorted(value.node.expr.free_symbols, key=str):
             found.setdefault(symbol, value)
-    environment = next((value.node.shape_env for value in found.values()), None)
+    environment: Any = next((value.node.shape_env for value in found.values()), None)
     guards = [guard.expr for guard in getattr(environment, "guards", ())]
     facts = [str(guard) for guard in guards if not guard.free_symbols.isdisjoint(found)]
     for symbol, value in found.items():
