@@ -41,6 +41,7 @@ from omnicomp.passes.base import PassContext
 from omnicomp.timeline import Reason
 
 _DERIVATIVES: Final = frozenset(("_grad_increment_nesting", "_jvp_increment_nesting"))
+_BATCHED: Final = frozenset(("_vmap_increment_nesting",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Fusion:
         session = Session(module, self._trace(module, context), Reader(), context, self.dtype_policy, self.eager_random)
         # The graphs inside a graph have one budget.
         session.budget = context.memo.setdefault("attention_budget", Budget(self.seconds))
-        differentiated = _differentiated(module)
+        differentiated, batched = _inside(module, _DERIVATIVES), _inside(module, _BATCHED)
         modified = False
         for softmax, product in list(candidates(session.trace, module.graph)):
             if is_multi_head(softmax.node):
@@ -70,6 +71,7 @@ class Fusion:
                 self._fuse(softmax, product, session)
                 modified = True
             except MatchEnded as end:
+                end = _inside_vmap(softmax.node, end) if softmax.node in batched - differentiated else end
                 context.near_miss(self.name, "attention", softmax.node, self._reason(end))
         for op in list(calls(session.trace, module.graph)):
             read = functools.partial(read_call, op, session.trace, session.reader)
@@ -179,8 +181,8 @@ class Fusion:
         )
 
 
-def _differentiated(module: GraphModule) -> set[Node]:
-    """The nodes within the transforms of torch.func that take derivatives: their gradients are part of the graph."""
+def _inside(module: GraphModule, transforms: frozenset[str]) -> set[Node]:
+    """The nodes within transforms of torch.func, such as those whose gradients are part of the graph."""
     entered: list[str] = []
     found: set[Node] = set()
     for node in module.graph.nodes:
@@ -189,7 +191,7 @@ def _differentiated(module: GraphModule) -> set[Node]:
             entered.append(name)
         elif entered and name.endswith("_decrement_nesting"):
             entered.pop()
-        if not _DERIVATIVES.isdisjoint(entered):
+        if not transforms.isdisjoint(entered):
             found.add(node)
     return found
 
@@ -200,6 +202,16 @@ def _no_softmax(node: Node) -> MatchEnded:
         f"the weights are the {kind(node).rstrip('_')} of the scores, and no softmax over keys as in fused kernels",
         needed="a softmax over the keys",
         lever="write torch.softmax(scores, -1) @ v, if the model may be another one",
+    )
+
+
+def _inside_vmap(softmax: Node, end: MatchEnded) -> MatchEnded:
+    return MatchEnded(
+        softmax,
+        "the attention is inside torch.vmap, whose operators do not show the dimension that they are repeated over",
+        observed=str(end),
+        needed="batches as dimensions of queries, keys and values",
+        lever="write it for the whole batch without vmap: @ and softmax take further dimensions in front",
     )
 
 

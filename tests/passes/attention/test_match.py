@@ -555,3 +555,10 @@ LAYERS = {
 def test_what_is_no_attention_is_not_told(name):
     backend = fuse(LAYERS[name], *inputs()[:3])
     assert (backend.reasons(), backend.of(Rewrite)) == ([], [])
+
+
+def test_attention_inside_vmap_is_told_to_do_without():
+    one = torch.vmap(lambda q, k, v: (q @ k.T).softmax(-1) @ v)
+    reason = fuse(torch.vmap(one), *inputs()[:3]).miss()
+    assert "inside torch.vmap" in reason.sentence
+    assert "without vmap" in reason.lever
