@@ -1,11 +1,13 @@
 """Inductor's table of decompositions, with those of pointwise operators mended that compute something else than eager.
 
 Each deviates by more than rounding: `1.0 // 0.1` is 10 and in eager 9, `(-0.0) ** -0.5` is
-inf and in eager -inf, `erf(1e-8)` is 0 on CPUs, and `gelu` of inf is inf where eager's kernel, oneDNN's, gives NaN. A
-reproducer is `tests/_torch/repairs/test_decompositions.py`.
+inf and in eager -inf, `erf(1e-8)` is 0 on CPUs, and `gelu` of inf is inf where eager's kernel, oneDNN's, gives NaN on
+some processors, and positive zeros on others. A reproducer is `tests/_torch/repairs/test_decompositions.py`.
 """
 
 import contextlib
+import functools
+import math
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Final
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch._inductor import decomposition
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common.wrappers import elementwise_type_promotion_wrapper
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from omnicomp._torch.repairs.needed import Needed
 from omnicomp.safety.forks import new_lock
@@ -108,14 +112,25 @@ def _gelu(a: Tensor, approximate: str = "none") -> Any:
     single = type(a.numel()) is int and a.numel() == 1
     if a.device.type != "cpu" or a.dtype not in (torch.float32, torch.bfloat16) or approximate != "none" or single:
         return NotImplemented
-    return _gelu_of_onednn(a) if a.is_contiguous() and torch.backends.mkldnn.is_available() else NotImplemented
+    if not a.is_contiguous() or not torch.backends.mkldnn.is_available():
+        return NotImplemented
+    nan, negative = _gelu_here(a.dtype)
+    return NotImplemented if negative and not nan else _gelu_of_onednn(a, nan)
+
+
+@functools.cache
+def _gelu_here(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether eager's `gelu` of inf is NaN, and that of -7 a negative zero: oneDNN's code depends on the processor."""
+    with unset_fake_temporarily(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        found = torch.nn.functional.gelu(torch.tensor([math.inf, -7.0] * 16, dtype=dtype, device="cpu"))
+        return bool(found[0].isnan()), bool(found[1].signbit())
 
 
 @elementwise_type_promotion_wrapper(type_promoting_args=("a",), type_promotion_kind=_promoting)
-def _gelu_of_onednn(a: Tensor) -> Tensor:
+def _gelu_of_onednn(a: Tensor, nan: bool) -> Tensor:
     # The product with zero is a zero of the result's sign, or NaN for an infinity.
     with _plain_erf():
-        return a * (1 + torch.erf(a * 0.70710678118654752440)) * 0.5 + a * 0.0
+        return a * (1 + torch.erf(a * 0.70710678118654752440)) * 0.5 + (a * 0.0 if nan else 0.0)
 
 
 _plain = threading.local()
