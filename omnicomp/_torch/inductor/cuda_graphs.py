@@ -170,8 +170,8 @@ class Trees(CUDAGraphTreeManager):
 def _hold_what_autograd_holds(node: CUDAGraphNode) -> None:
     """Have a recording's tensors live as long as autograd saves them.
 
-    Torch, 2.11 and 2.13, takes a reference of C++'s for its own, so that a tensor that nobody but autograd holds is dead to it.
-    That does no harm to generations, which end whoever holds their tensors.
+    Torch, 2.11 and 2.13, takes a reference of C++'s for its own, so that a tensor that nobody but autograd holds is
+    dead to it. That does no harm to generations, which end whoever holds their tensors.
     """
     made = weakref.ref(node)
 
