@@ -17,6 +17,7 @@ from omnicomp import weights
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
+from omnicomp._torch.repairs.encoder_sizes import put_fake_layer
 from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
@@ -359,3 +360,4 @@ control_flow.tell_threads_apart()
 control_flow.watch_recompile_limits(record_recompile_limit)
 libraries.watch()
 early_kernels.watch()
+put_fake_layer()

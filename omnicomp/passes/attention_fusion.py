@@ -21,6 +21,7 @@ from omnicomp.analysis.certify import (
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.nodes import (
+    is_encoder_layer,
     is_function,
     is_fused_attention,
     is_multi_head,
@@ -60,7 +61,7 @@ class AttentionFusion(Pass):
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the graph has a softmax, maybe written out or inside another function, or what takes its place."""
-        kinds = (is_normalizing, is_multi_head, is_fused_attention, is_function, weighs_values)
+        kinds = (is_normalizing, is_multi_head, is_encoder_layer, is_fused_attention, is_function, weighs_values)
         return any(is_one(node) for node in module.graph.nodes for is_one in kinds)
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:

@@ -11,7 +11,7 @@ from typing import Any
 from processes import python
 
 PRELUDE = """
-import datetime, json, os, signal, sys, time
+import datetime, faulthandler, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 RANK, SIZE, GIVEN = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(os.environ["GIVEN"])
@@ -20,6 +20,7 @@ dist.init_process_group(
     timeout=datetime.timedelta(seconds=60),
 )
 torch.set_num_threads(1)
+faulthandler.enable()  # a rank that dies says where
 """
 
 
@@ -66,7 +67,7 @@ def run_ranks(
             return
         lines = done.stdout.strip().splitlines()
         printed = done.returncode == 0 and lines and lines[-1].startswith(("{", "["))
-        results[rank] = json.loads(lines[-1]) if printed else {"status": done.returncode, "stderr": done.stderr[-2000:]}
+        results[rank] = json.loads(lines[-1]) if printed else {"status": done.returncode, "stderr": done.stderr[-4000:]}
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.nodes import is_shape_only, kind, mutates
+from omnicomp.passes.attention.trial import Old, Trial
 
 _PRODUCTS: Final = ("matmul", "bmm", "einsum")
 _SIGNS: Final[dict[str, Callable[..., Any]]] = {"add": torch.add, "sub": torch.sub}
@@ -31,62 +32,12 @@ class _Term:
     factor: Any = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Old:
-    """How a node was made that is gone, and where it was."""
-
-    node: Node
-    before: Node
-    op: str
-    target: Any
-    args: Any
-    kwargs: Any
-    name: str
-    meta: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: Node) -> "_Old":
-        fields = {name: getattr(node, name) for name in ("op", "target", "args", "kwargs", "name")}
-        return cls(node=node, before=node.prev, meta=dict(node.meta), **fields)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Combined:
-    """A product that was written as several."""
-
-    products: tuple[Node, ...]  # the new products with the values
-    new: tuple[Node, ...]  # all new nodes, in their order; the last one took the place of the old product
-    old: tuple[_Old, ...]  # the nodes that are gone, in their order
-
-    def settle(self) -> bool:
-        """Write it as it was, unless one of the products was fused.
-
-        Returns:
-            Whether it stays.
-        """
-        if any(product._erased for product in self.products):
-            return True
-        graph, made = self.new[-1].graph, dict[Node, Node]()
-        for old in self.old:
-            args, kwargs = (map_arg(each, lambda node: made.get(node, node)) for each in (old.args, old.kwargs))
-            before = made.get(old.before, old.before)
-            with graph.inserting_before(self.new[0]) if before._erased else graph.inserting_after(before):
-                node = graph.create_node(old.op, old.target, args, kwargs)
-            node.name = old.name  # the graph itself would not give it twice
-            node.meta.update(old.meta)
-            made[old.node] = node
-        self.new[-1].replace_all_uses_with(made[self.old[-1].node])
-        for node in reversed(self.new):
-            graph.erase_node(node)
-        return False
-
-
-def distribute(graph: Graph) -> list[Combined]:
+def distribute(graph: Graph) -> list[Trial]:
     """Write each product of values with weights that are combined as one product for each of the weights."""
     return [made for node in list(graph.nodes) if (made := _distributed(node)) is not None]
 
 
-def _distributed(product: Node) -> Combined | None:
+def _distributed(product: Node) -> Trial | None:
     operands = product.all_input_nodes
     if kind(product) not in _PRODUCTS or product.kwargs or len(operands) != 2:
         return None
@@ -121,7 +72,7 @@ def _distributed(product: Node) -> Combined | None:
         return _written(product, combined, values, first, second, gone)
 
 
-def _written(product: Node, combined: Node, values: Node, first: _Term, second: _Term, gone: list[Node]) -> Combined:
+def _written(product: Node, combined: Node, values: Node, first: _Term, second: _Term, gone: list[Node]) -> Trial:
     new: list[Node] = []
 
     def call(target: Any, *args: Any) -> Node:
@@ -146,11 +97,11 @@ def _written(product: Node, combined: Node, values: Node, first: _Term, second: 
         for output, term in zip(outputs, (first, second), strict=True)
     ]
     result = call(_SIGNS[kind(combined)], *scaled)
-    old = tuple(map(_Old.of, gone))
+    old = tuple(map(Old.of, gone))
     product.replace_all_uses_with(result)
     for node in reversed(gone):
         node.graph.erase_node(node)
-    return Combined(products=products, new=tuple(new), old=old)
+    return Trial(products=products, new=tuple(new), old=old)
 
 
 def _term(value: Any, user: Node) -> _Term | None:

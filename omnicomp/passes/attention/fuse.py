@@ -18,7 +18,8 @@ from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.passes.attention.calls import calls, read_call
 from omnicomp.passes.attention.candidates import candidates, unread
-from omnicomp.passes.attention.combined import Combined, distribute
+from omnicomp.passes.attention.combined import distribute
+from omnicomp.passes.attention.encoder_layers import why_called, written_out
 from omnicomp.passes.attention.flex_calls import flex_calls, read_flex_call
 from omnicomp.passes.attention.match import check_score, match
 from omnicomp.passes.attention.multi_head import (
@@ -29,7 +30,7 @@ from omnicomp.passes.attention.multi_head import (
     without_mask,
     without_weights,
 )
-from omnicomp.passes.attention.nodes import is_multi_head, is_pure, kind, weighs_values
+from omnicomp.passes.attention.nodes import is_encoder_layer, is_multi_head, is_pure, kind, weighs_values
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.replace import check_unused, replace
 from omnicomp.passes.attention.session import Session
@@ -37,6 +38,7 @@ from omnicomp.passes.attention.site import MatchEnded, Site
 from omnicomp.passes.attention.targets import as_called, choose
 from omnicomp.passes.attention.timings import Budget
 from omnicomp.passes.attention.trace import Op, Trace, trace
+from omnicomp.passes.attention.trial import Trial
 from omnicomp.passes.base import PassContext
 from omnicomp.timeline import Reason
 
@@ -56,7 +58,7 @@ class Fusion:
 
     def fuse_all(self, module: GraphModule, context: PassContext) -> bool:
         """Rewrite every site that is understood and profitable, and report the others; whether any was."""
-        combined = self._distributed(module, context)
+        trials = self._written(module, context)
         session = Session(module, self._trace(module, context), Reader(), context, self.dtype_policy, self.eager_random)
         # The graphs inside a graph have one budget.
         session.budget = context.memo.setdefault("attention_budget", Budget(self.seconds))
@@ -85,8 +87,11 @@ class Fusion:
             context.near_miss(self.name, "attention", node, self._reason(_no_softmax(node)))
         modified |= self._multi_heads(session, differentiated)
         session.withdraw_unused()
-        for each in combined:
+        for each in reversed(trials):  # what one of them reads may be another one's
             modified |= each.settle()
+        for node in filter(is_encoder_layer, module.graph.nodes):
+            detail = why_called(node) or "its attention is not fused"
+            context.rewrite(self.name, "attention", node, target=kind(node), detail=detail, kept=True)
         if modified:
             # Parts of masks that were hoisted for a site, and read by none in the end.
             module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node))
@@ -119,13 +124,12 @@ class Fusion:
             context.rewrite(self.name, "attention", node, target=target, detail=told, kept=not detail)
         return modified
 
-    def _distributed(self, module: GraphModule, context: PassContext) -> list[Combined]:
-        """Write combined weights apart, before the graph is traced with all that is in it."""
-        if context.root is None:
-            return distribute(module.graph)
-        if "attention_combined" not in context.memo:
-            context.memo["attention_combined"] = distribute(context.root.graph)
-        return context.memo["attention_combined"] if module is context.root else []
+    def _written(self, module: GraphModule, context: PassContext) -> list[Trial]:
+        """Write layers out and combined weights apart, before the graph is traced with all that is in it."""
+        root = context.root or module
+        if "attention_trials" not in context.memo or context.root is None:
+            context.memo["attention_trials"] = [*written_out(root.graph), *distribute(root.graph)]
+        return context.memo["attention_trials"] if module is root else []
 
     def _trace(self, module: GraphModule, context: PassContext) -> Trace:
         root = context.root

@@ -112,6 +112,11 @@ def is_multi_head(node: Node) -> bool:
     return node.op == "call_function" and node.target is F.multi_head_attention_forward
 
 
+def is_encoder_layer(node: Node) -> bool:
+    """Whether a node is torch's operator for a whole layer of `nn.TransformerEncoder`."""
+    return kind(node) == "_transformer_encoder_layer_fwd"
+
+
 def changes_grad_mode(node: Node) -> bool:
     """Whether a node switches gradients or inference mode on or off for the nodes after it."""
     name = op_name(node)

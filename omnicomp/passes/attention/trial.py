@@ -1,0 +1,58 @@
+"""Nodes that are written another way for the pass to read, and as they were again if nothing of it was fused."""
+
+import dataclasses
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Old:
+    """How a node was made that is gone, and where it was."""
+
+    node: Node
+    before: Node
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+    name: str
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: Node) -> "Old":
+        """Remember a node that is to go."""
+        fields = {name: getattr(node, name) for name in ("op", "target", "args", "kwargs", "name")}
+        return cls(node=node, before=node.prev, meta=dict(node.meta), **fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What was written another way."""
+
+    products: tuple[Node, ...]  # the new products of weights and values
+    new: tuple[Node, ...]  # all new nodes, in their order; the last one took the place of the last old one
+    old: tuple[Old, ...]  # the nodes that are gone, in their order
+
+    def settle(self) -> bool:
+        """Write it as it was, unless one of the products was fused.
+
+        Returns:
+            Whether it stays.
+        """
+        if any(product._erased for product in self.products):
+            return True
+        graph, made = self.new[-1].graph, dict[Node, Node]()
+        for old in self.old:
+            args, kwargs = (map_arg(each, lambda node: made.get(node, node)) for each in (old.args, old.kwargs))
+            before = made.get(old.before, old.before)
+            with graph.inserting_before(self.new[0]) if before._erased else graph.inserting_after(before):
+                node = graph.create_node(old.op, old.target, args, kwargs)
+            node.name = old.name  # the graph itself would not give it twice
+            node.meta.update(old.meta)
+            made[old.node] = node
+        self.new[-1].replace_all_uses_with(made[self.old[-1].node])
+        for node in reversed(self.new):
+            graph.erase_node(node)
+        return False
