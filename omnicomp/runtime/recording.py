@@ -42,7 +42,7 @@ _DEVICE: Final = 1.02  # what it may take of the device's time then, for its cop
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # recordings of one of them: one for each set of weights
 _UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
-_APART: Final = 64  # calls of a backward in a row whose forward was not replayed
+_APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
 _LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model and the device
 
 
@@ -120,6 +120,7 @@ class _Sizes:
     replays: int = 0
     work: int = 0
     apart: int = 0
+    refused: int = 0
     copied: int = 0
     copies: PoolCopies = dataclasses.field(default_factory=PoolCopies)
     made: int = 0  # bytes that a plain call left behind
@@ -238,8 +239,12 @@ class Recording:
         if not recorder.lock.acquire(blocking=False):  # another thread, or a graph that this one's operators call
             return call(inputs)
         try:
-            if recorder.refuses(part):
+            if refusal := recorder.refuses(part):
+                sizes.refused += 1
+                if recorder.failure or sizes.refused > _APART:
+                    self._settle(sizes, refusal)
                 return call(inputs)
+            sizes.refused = 0
             if part == "backward" and not self._can_follow(recorder, inputs):
                 sizes.apart += 1
                 if sizes.apart > _APART:

@@ -292,6 +292,22 @@ def test_a_call_that_is_refused_runs_plainly_and_later_ones_replay() -> None:
     assert recorder.clock == clock + 2 * recorder.plain_ms
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_calls_that_are_all_refused_are_settled_with_the_reason(always: bool) -> None:
+    recorder = FakeRecorder(refusal="it is called on another stream than the recordings")
+    run, told = recording(recorder, always=always)
+    for _ in range(80):
+        (value,) = run(torch.ones(2))
+        assert torch.equal(value, torch.full((2,), 2.0))
+    (event,) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "on another stream" in event.reason.sentence
+    recorder.refusal = ""
+    run(torch.ones(2))
+    assert recorder.work == 0
+
+
 def test_recordings_beyond_the_bytes_are_dropped_with_a_reason() -> None:
     recorder = FakeRecorder(held=1000)
     run, told = recording(recorder, always=True, limit=999)
