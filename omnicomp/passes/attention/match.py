@@ -27,6 +27,7 @@ from omnicomp.passes.attention.candidates import (
     written_out,
 )
 from omnicomp.passes.attention.form import SWALLOWS
+from omnicomp.passes.attention.gates import gate
 from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import At, Reader, axes_of
@@ -79,12 +80,14 @@ class _Match:
     def __init__(self, softmax: Op, product: Op, trace: Trace, reader: Reader) -> None:
         self.softmax, self.used, self.trace, self.reader = softmax, product, trace, reader
         self.late = normalized_later(softmax)
-        self.output = product.node if self.late is None else self.late.division.node
         self.passed: list[Value] = []
         self.dropout = 0.0
         self.undefined = float("nan")
         self.weights: list[Step | Emptied] = []
         self.sinks: list[Term] = []
+        self.gate = gate(softmax, product, reader) if self.late is None else None
+        last = self.late.division if self.late is not None else product if self.gate is None else self.gate.scaling
+        self.output = last.node
 
     def site(self) -> Site:
         at, rows, columns, batch = self._output()
@@ -98,6 +101,10 @@ class _Match:
         value_at = _arrange(self.used, batch, key, features, transposed=not on_left)
         value = others[1]
         softmax_at = self._weights(others[0], weights_at)
+        if self.gate is not None:
+            self._check_rows(self.gate.where, self.gate.total, softmax_at)
+            self.passed += self.gate.passed
+            self.sinks.append(self.gate.sink)
         if self.late is not None and self.late.total is self.used:
             value, value_at = self._beside_ones(at, (batch, rows, columns), value, value_at)
         else:
@@ -142,6 +149,7 @@ class _Match:
             score=score,
             steps=self._steps(score),
             sinks=self.sinks,
+            gated=self.gate is not None,
             dropout=self.dropout,
             weights=self.weights,
             undefined=self.undefined,
@@ -209,7 +217,10 @@ class _Match:
         value = self.trace.values.get(self.output)
         if value is None:
             raise self._ended("the attention's output is not a tensor of its own", "one tensor", self.used)
-        at = where = axes_of(value, "x")
+        at = where = axes_of(value, "x") if self.gate is None else self.gate.at
+        if self.gate is not None and value.op is self.gate.scaling:
+            self.passed.append(value)
+            value = self.gate.above
         if self.late is not None and value.op is self.late.division:
             self.passed.append(value)
             value = self.late.above
@@ -229,9 +240,11 @@ class _Match:
         """Where the product is divided by the sums of the weights: that each query is divided by its own."""
         if self.late is None:
             return
-        where = self._divisor(at, self.late.total)
+        self._check_rows(self._divisor(at, self.late.total), self.late.total, softmax_at)
+
+    def _check_rows(self, where: At, total: Op, softmax_at: At) -> None:
         dim = normalized_dim(self.softmax) % len(softmax_at)
-        if self.late.total.argument("keepdim", False):
+        if total.argument("keepdim", False):
             where = (*where[:dim], *where[dim + 1 :])
         rows = (*softmax_at[:dim], *softmax_at[dim + 1 :])
         sizes = (*self.softmax.outputs[0].fake.shape[:dim], *self.softmax.outputs[0].fake.shape[dim + 1 :])

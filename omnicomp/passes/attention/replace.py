@@ -67,8 +67,6 @@ def _without(other: Node, site: Site) -> str:
     while kind(other) in _VIEWS and len(other.users) == 1:
         (other,) = other.users
     name = kind(other)
-    if name == "logsumexp" and _leads_to(other, ("sigmoid",), ("sub", *_VIEWS, *_CASTS)):
-        return "write the sink as one more column: torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ v"
     if name in ("amax", "max") and _leads_to(other, ("sub",), _VIEWS):
         return NO_MAXIMUM
     if name in ("logsumexp", "amax", "max", "log"):

@@ -248,6 +248,7 @@ def _shared_mask(
     if not variant.rows_nonempty:
         check_empty_rows(site, form, reader)
     key = (mask_key(site, form), site.dtype, site.fake().requires_grad, variant.rows_nonempty, str(site.undefined))
+    key = (*key, bool(site.sinks))
     if key not in shared:
         mask = _dense_mask(site, form, builder)
         made = GuardedMask(mask)
@@ -452,6 +453,8 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     filled = any(isinstance(step, Fill) for step in form.mask)
     if not infinite and ((averages and not filled) or not hiding):
         return GuardedMask(mask)
+    if site.sinks and not infinite:
+        return GuardedMask(mask)  # where no number is left but huge negative ones, the sink has all the weight
     top = call(torch.amax, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
     lowest = lowest_of(site, form, reader)
     empty = None
@@ -464,6 +467,8 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     # What the program itself puts in the place of scores or of NaN stops the gradient there.
     replaced = not math.isnan(site.undefined) or any(isinstance(s, Fill) for s in (*form.mask, *site.weights))
     nan = {"undefined" if undefined and not replaced else "empty": empty}
+    if site.sinks:
+        return GuardedMask(mask, **nan)
     if averages:
         # What the queries of a row hold that is filled everywhere does not matter in eager either.
         return GuardedMask(mask, call(torch.le, (beyond, lowest)) if filled else None, **nan)

@@ -167,6 +167,7 @@ class Site:
         score: what the softmax reads, as a function of `Scores`.
         steps: the same as a chain of steps, innermost first; None if it is no chain.
         sinks: logits that take part in the softmax and have no value.
+        gated: whether the sink scales the output instead, so that a row that is -inf for every key is NaN.
         dropout: probability of an active dropout on the weights, or 0.
         weights: factors on the weights after the softmax.
         undefined: what the weights are in rows that are -inf for every key: NaN, unless the program replaces that.
@@ -194,6 +195,7 @@ class Site:
     factors: list[Scale] = dataclasses.field(default_factory=list[Scale])
     steps: list[Step | Narrow] | None = None
     sinks: list[Term] = dataclasses.field(default_factory=list[Term])
+    gated: bool = False
     dropout: float = 0.0
     weights: list[Step | Emptied] = dataclasses.field(default_factory=list[Step | Emptied])
     undefined: float = float("nan")

@@ -234,7 +234,7 @@ def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
     unmasked = masking.is_full and not masking.biases
     causal = masking.is_causal and not unmasked
     # Where no key is left the sink has all the weight, as in eager.
-    nonempty = bool(site.sinks) or masking.nonempty
+    nonempty = bool(site.sinks and not site.gated) or masking.nonempty
     nonempty |= masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
     keys = masking.mask is not None and masking.mask.keys_nonempty and not masking.biases
     for padded in (False, True) if differ and not site.sinks else (False,):
