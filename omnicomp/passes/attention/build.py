@@ -1,5 +1,6 @@
 """Terms made into tensors: once on stand-ins, to see what torch would do with them, and once as nodes of the graph."""
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -50,14 +51,15 @@ class Builder:
 
     def __init__(self, get: Callable[[Any], Any], call: Call, symbol: Callable[[Any], Any] | None = None) -> None:
         self.get, self.call, self.symbol = get, call, symbol
-        self._sizes: dict[Axis, tuple[Any, int]] = {}
+        self._sizes: dict[Axis, tuple[Any, int, int]] = {}
 
     def learn(self, item: Any, at: Sequence[Position]) -> None:
         """Remember where symbolic sizes of axes can be taken from."""
         for dim, position in enumerate(at):
-            axes = position.flat()
-            if len(axes) == 1 and not isinstance(axes[0].size, int):
-                self._sizes.setdefault(axes[0], (item, dim))
+            symbolic = [axis for axis in position.flat() if not isinstance(axis.size, int)]
+            others = math.prod(axis.size for axis in position.flat() if isinstance(axis.size, int))
+            if len(symbolic) == 1 and (others == 1 or symbolic[0] not in self._sizes):
+                self._sizes[symbolic[0]] = (item, dim, others)
 
     def size(self, group: Group) -> Any:
         """The number of elements along a group of axes: a number, or a node of one.
@@ -71,7 +73,9 @@ class Builder:
             if not isinstance(size, int):
                 if axis not in self._sizes:
                     raise UnknownSize(f"no tensor at hand has the symbolic size {size}")
-                size = self.call(torch.Tensor.size, self._sizes[axis])
+                item, dim, others = self._sizes[axis]
+                size = self.call(torch.Tensor.size, (item, dim))
+                size = size if others == 1 else self.call(operator.floordiv, (size, others))
             if isinstance(number, int) and number == 1:
                 number = size
             elif isinstance(size, int) and isinstance(number, int):

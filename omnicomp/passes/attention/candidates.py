@@ -38,7 +38,7 @@ _NORMALIZED: Final = (
     "leave the normalization out, or normalize queries and keys, or the output, instead",
 )
 # Operators between scores and weights that are not read: what they do to an attention, and what to do instead.
-_UNREAD: Final[Mapping[str, tuple[str, str]]] = {
+UNREAD: Final[Mapping[str, tuple[str, str]]] = {
     "register_hook": (
         "a hook changes the gradient of the scores or the weights, which a fused kernel does not make",
         "leave the hook out, or register it on the queries, the keys or the output",
@@ -85,7 +85,7 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
                 ),
             )
         elif (unknown := _unknown_between(op)) is not None:
-            sentence, lever = _UNREAD[unknown.name]
+            sentence, lever = UNREAD[unknown.name]
             needed = "scale, mask, bias and other arithmetic of elements"
             yield op, MatchEnded(unknown.node, sentence, needed=needed, lever=lever)
         elif op.name in _SOFTMAX and op.outputs[0].fake.dim() and (mixing := _mixing(op)) is not None:
@@ -200,7 +200,7 @@ def _is_normalized_later(op: Op) -> bool:
 
 def _unknown_between(op: Op) -> Op | None:
     """The operator nearest to a softmax that is not read, between a product of scores and one with the values."""
-    through = PASSED | _UNREAD.keys()
+    through = PASSED | UNREAD.keys()
     if op.name == _FUNCTION:
         inside = getattr(op.node.graph.owning_module, str(getattr(op.node.args[0], "target", "")), None)
         if not isinstance(inside, GraphModule) or not any(map(is_normalizing, inside.graph.nodes)):
@@ -214,8 +214,8 @@ def _unknown_between(op: Op) -> Op | None:
     if not comes_from_product(scores, through) or product_below(op.outputs[0], through) is None:
         return None
     if not comes_from_product(scores):
-        return _nearest(scores, _UNREAD, up=True)
-    return None if product_below(op.outputs[0]) is not None else _nearest(op.outputs[0], _UNREAD, up=False)
+        return _nearest(scores, UNREAD, up=True)
+    return None if product_below(op.outputs[0]) is not None else _nearest(op.outputs[0], UNREAD, up=False)
 
 
 def _multiplied_out(softmax: Op) -> Op | None:

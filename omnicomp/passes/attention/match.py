@@ -14,6 +14,7 @@ from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.passes.attention.candidates import (
     PASSED,
     PRODUCTS,
+    UNREAD,
     base,
     behind_views,
     closing,
@@ -32,6 +33,7 @@ from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import At, Reader, axes_of
 from omnicomp.passes.attention.site import (
+    FIXED_SIZES,
     NO_MAXIMUM,
     Add,
     Emptied,
@@ -414,7 +416,7 @@ class _Match:
         size = value.fake.shape[dim]
         if (own := flat(at[dim].axes)) != flat(key.axes):
             # A product that sums over heads as well mixes these, too.
-            if set(own) < set(flat(key.axes)) or product_below(self.used.outputs[0]) is not None:
+            if set(own) < set(flat(key.axes)) or product_below(self.used.outputs[0], PASSED | UNREAD.keys()):
                 raise self._ended(
                     "the weights are mixed between heads by another product before they meet the values",
                     "weights that go to the values as they are",
@@ -437,6 +439,10 @@ class _Match:
         if not fitting:
             stopped = [leaf for leaf in leaves(term) if isinstance(leaf, Read) and leaf.value.op is not None]
             where = next((leaf.value.op for leaf in stopped if comes_from_product(leaf.value)), None)
+            lever = ""
+            if where is not None and where.name in (*VIEWS, "constant_pad_nd"):
+                known = all(isinstance(size, int) for size in where.outputs[0].fake.shape)
+                lever = _IN_CHUNKS if known else FIXED_SIZES
             if where is not None and where.name in ("cat", "stack"):
                 raise self._ended(
                     "the scores of several products are joined before the softmax",
@@ -450,7 +456,7 @@ class _Match:
                 "scale, mask, bias and other arithmetic of elements",
                 where,
                 observed="" if where is None else f"aten.{where.name} in {where.node.name}",
-                lever=_IN_CHUNKS if where is not None and where.name in (*VIEWS, "constant_pad_nd") else "",
+                lever=lever,
             )
         product, depends = fitting[0], {}
         self.passed.append(value)

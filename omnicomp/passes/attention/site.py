@@ -16,6 +16,8 @@ NO_MAXIMUM: Final = (
     "subtract no maximum from the scores, nor clamp them for it: a softmax subtracts the greatest of each row by itself"
 )
 """What to do about a maximum of scores, which no fused kernel makes."""
+FIXED_SIZES: Final = "compile with dynamic=False, or mark as dynamic only what changes"
+"""What to do about a symbolic size that is not known well enough."""
 
 
 class MatchEnded(Exception):

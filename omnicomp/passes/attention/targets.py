@@ -28,7 +28,7 @@ from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
 from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, has_wrong_backward, prefers_cudnn
 from omnicomp.passes.attention.sdpa import Parts, Variant, beside_sink, finish, hides, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
-from omnicomp.passes.attention.site import Fill, MatchEnded, Site
+from omnicomp.passes.attention.site import FIXED_SIZES, Fill, MatchEnded, Site
 from omnicomp.passes.attention.terms import Axis, flat
 from omnicomp.passes.attention.timings import UNFUSED, Timed, decide, problem_of
 from omnicomp.passes.attention.visited import settle_visited
@@ -71,8 +71,7 @@ def choose(site: Site, session: Session) -> Chosen:
                 continue
             except UnknownSize as error:
                 needed = "each size of the fused call as a size of a tensor"
-                lever = "compile with dynamic=False, or mark as dynamic only what changes"
-                ended.append(MatchEnded(site.output, str(error), needed=needed, lever=lever))
+                ended.append(MatchEnded(site.output, str(error), needed=needed, lever=FIXED_SIZES))
                 continue
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
                 errors.append(str(error).splitlines()[0])

@@ -520,6 +520,50 @@ def test_all_that_keeps_scores_from_being_fused_is_told():
         assert "a product of its own" in reason.lever
 
 
+def test_weights_that_are_mixed_and_normalized_are_told_as_mixed():
+    """As in DeepViT, where a softmax, a product over heads and a layer norm of the heads follow each other."""
+
+    def function(q, k, v, mixing):
+        weights = torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), mixing)
+        return F.layer_norm(weights.movedim(1, -1), (4,)).movedim(-1, 1) @ v
+
+    reason = fuse(function, *inputs()[:3], torch.randn(4, 4)).miss()
+    assert "mixed between heads" in reason.sentence
+
+
+def test_a_symbolic_size_that_only_a_merged_dimension_holds():
+    """As in blocks of image models, whose output is as high and as wide as the image again."""
+
+    def function(q, k, v):
+        q, k, v = (x.flatten(2) for x in (q, k, v))
+        return torch.bmm(v, (q.mT @ k).softmax(1)).view(2, 16, -1, 4)
+
+    backend = Backend()
+    run = compiled(function, backend)
+    for height in (6, 10):
+        arguments = [torch.randn(2, 16, height, 4) for _ in range(3)]
+        torch.testing.assert_close(run(*arguments), function(*arguments))
+    assert len(backend.of(Rewrite)) == 2
+    assert backend.reasons() == []
+
+
+def test_windows_of_a_symbolic_number_of_images_are_told_to_be_fixed():
+    """As in Swin, whose masks of windows are added to scores that are viewed as images and windows."""
+
+    def function(q, k, v, m):
+        scores = (q @ k.mT).view(q.shape[0] // m.shape[0], m.shape[0], 4, 6, 6)
+        return (scores + m[:, None]).view(-1, 4, 6, 6).softmax(-1) @ v
+
+    backend = Backend()
+    run = compiled(function, backend)
+    for images in (2, 3):
+        q, k, v, _ = inputs(batch=2 * images, keys=6)
+        arguments = (q, k, v, torch.randn(2, 6, 6))
+        torch.testing.assert_close(run(*arguments), function(*arguments))
+    assert len(backend.of(Rewrite)) == 1
+    assert "dynamic=False" in backend.reasons()[0].lever
+
+
 NO_SOFTMAX = {
     "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT / 4 - 2.0) @ v,
     "masked sigmoid": lambda q, k, v: ((q @ k.mT).masked_fill(torch.ones(6, 8).triu(1).bool(), -1e9).sigmoid()) @ v,
