@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.autograd.attention import known_equal, known_shape
+from omnicomp._torch.autograd.attention import hint_of, known_equal, known_shape
 from omnicomp.passes.attention.candidates import (
     PASSED,
     PRODUCTS,
@@ -160,7 +160,20 @@ class _Match:
         )
         self._check(site)
         self._drop_repeated(site)
+        self._part_heads(site)
         return site
+
+    def _part_heads(self, site: Site) -> None:
+        """Heads that share keys and values may be rows beside the queries; a mask of the queries alone is one for each.
+
+        Without one, the rows of all heads together are the queries.
+        """
+        keys, rows = set(flat(site.keys)), flat(site.queries)
+        terms = [term for step in site.steps or () for term in vars(step).values() if isinstance(term, Term)]
+        masked = {axis for term in terms if axes_in(term) & keys for axis in axes_in(term)}
+        own, heads = (tuple(axis for axis in rows if (axis in masked) is each) for each in (True, False))
+        if own and heads and _count(own) >= _count(heads):  # a bias for each head and key is no mask
+            site.batch, site.queries = (*site.batch, *heads), own
 
     def _drop_repeated(self, site: Site) -> None:
         """Weights that are set to zero where the scores were filled are zero there; so are rows without a key."""
@@ -660,6 +673,14 @@ def _made_of_scores(reads: list[Read], site: Site, trace: Trace) -> set[Op] | No
 def _requires_grad(node: Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _count(axes: tuple[Axis, ...]) -> int:
+    """How many elements there were along some axes at compile time; 0 if that depends on data."""
+    try:
+        return math.prod(hint_of(axis.size) for axis in axes)
+    except ValueError:  # of `hint_of`
+        return 0
 
 
 def _arrange(op: Op, batch: Position, rows: Position, columns: Position, *, transposed: bool) -> At:

@@ -564,6 +564,43 @@ def test_windows_of_a_symbolic_number_of_images_are_told_to_be_fixed():
     assert "dynamic=False" in backend.reasons()[0].lever
 
 
+def later(n):
+    return torch.ones(n, n, dtype=torch.bool).triu(1)
+
+
+def by_letters(q, k, v):
+    """As in PaLM of lucidrains: the rows of the product are heads, and within them queries."""
+    scores = torch.einsum("bhid,bjd->bhij", q * 0.25, k[:, 0])
+    scores = scores.masked_fill(later(8), -torch.finfo(scores.dtype).max)
+    return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v[:, 0])
+
+
+def by_rows(q, k, v):
+    """As in GPT-BigCode: the rows of the product are queries, and within them heads."""
+    batch, queries, heads, size = q.transpose(1, 2).shape
+    scores = torch.bmm(q.transpose(1, 2).reshape(batch, queries * heads, size) * 0.25, k[:, 0].mT)
+    scores = scores.view(batch, queries, heads, -1).masked_fill(later(8)[:, None], -math.inf)
+    out = scores.softmax(-1).view(batch, queries * heads, -1) @ v[:, 0]
+    return out.view(batch, queries, heads, size)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [by_letters, by_rows])
+def test_heads_that_are_rows_beside_masked_queries_are_heads(function, dynamic):
+    arguments = inputs(queries=8)[:3]
+    assert fuse(function, *arguments, dynamic=dynamic).rewrite().detail.startswith("scale=0.25, is_causal, enable_gqa;")
+    torch._dynamo.reset()
+    assert differentiate(function, *arguments, dynamic=dynamic).rewrite()
+
+
+def test_heads_that_are_rows_stay_rows_where_no_query_is_masked():
+    def function(q, k, v, slopes):
+        scores = torch.einsum("bhid,bjd->bhij", q, k[:, 0]) + slopes[:, None, None] * torch.arange(8)
+        return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v[:, 0])
+
+    assert "enable_gqa" not in fuse(function, *inputs()[:3], torch.rand(4)).rewrite().detail
+
+
 NO_SOFTMAX = {
     "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT / 4 - 2.0) @ v,
     "masked sigmoid": lambda q, k, v: ((q @ k.mT).masked_fill(torch.ones(6, 8).triu(1).bool(), -1e9).sigmoid()) @ v,
