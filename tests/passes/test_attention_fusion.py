@@ -487,7 +487,7 @@ def relative_values_by_rows(q, k, v, m):
         (combined, "added to others", "multiply each with the values first"),
         (relative_values, "also used by einsum", "second product with the weights"),
         (in_chunks_that_overlap, "no product of queries and keys", "the window as a mask"),
-        (with_log_sums, "also used by logsumexp", "return_lse=True"),
+        (with_log_sums, "the log-sum-exp logsumexp is used", "return_aux=AuxRequest(lse=True)"),
         (mixed_by_a_convolution, "mixed between heads", "outputs of the heads"),
         (mixed_before, "mixed between heads", "outputs of the heads"),
         (mixed_after, "mixed between heads", "outputs of the heads"),

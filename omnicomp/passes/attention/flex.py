@@ -97,7 +97,7 @@ def unsupported(spec: FlexSpec, *, dropout: float = 0.0) -> str | None:
     if device == "cuda" and not (query.shape[3] in _HEAD_SIZES and value.shape[3] in _HEAD_SIZES):
         return f"FlexAttention's CUDA kernels take head sizes of {_HEAD_SIZES[0]} to {_HEAD_SIZES[-1]}"
     if isinstance(key.shape[2], int) and key.shape[2] < flex.BLOCK_SIZE:
-        return f"the keys do not fill one block ({key.shape[2]} of {flex.BLOCK_SIZE}), so there is nothing to skip"
+        return f"FlexAttention takes blocks of {flex.BLOCK_SIZE} keys, and {key.shape[2]} do not fill one"
     return next((why for term in (spec.score, spec.keep) if term is not None if (why := _unsayable(term))), None)
 
 

@@ -129,7 +129,7 @@ def dense_form(site: Site, reader: Reader) -> Form:
                 "scale, mask and bias, or FlexAttention on this device",
                 step.op,
                 lever=f"leave {'the soft cap' if step.op == 'tanh' else step.op} out, or run it where FlexAttention "
-                "does: on CUDA, or for inference on a CPU with 128 keys or more",
+                "does: with 128 keys or more, on CUDA or for inference on a CPU",
             )
     # The softmax does not see what is the same for all keys, unless it hides them all. A parameter that is added keeps
     # its gradient of zeros.

@@ -15,8 +15,8 @@ from omnicomp.passes.attention.trace import Trace
 _TRANSPOSES: Final = ("transpose", "permute", "swapaxes")
 _LAYOUT_ENDS: Final = ("reshape", "flatten", "contiguous")
 _LOG_SUM_EXP: Final = (
-    "do without the log-sum-exp and what it is made of, or take it from flex_attention(q, k, v, return_lse=True) on "
-    "CUDA; a CPU has none"
+    "do without the log-sum-exp and what it is made of, or take it with the output from "
+    "flex_attention(q, k, v, return_aux=AuxRequest(lse=True)) on CUDA; on a CPU no function of torch returns it"
 )
 _CASTS: Final = ("to", "float", "type_as", "clone", "detach")
 _ARITHMETIC: Final = ("add", "sub", "mul", "div", "truediv", "neg", "clamp", "masked_fill", "masked_fill_", "where")
@@ -44,13 +44,16 @@ def check_unused(site: Site) -> None:
                 "do not return the attention scores or weights (output_attentions=False), nor save them in an "
                 "autograd.Function"
             )
-        if kind(node) == "logsumexp":
+        sentence = f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
+        sentence += "and a fused kernel does not make it"
+        if sums := next((each for each in (node, other) if kind(each) == "logsumexp"), None):
+            sentence = f"the log-sum-exp {sums.name} is {'returned' if returned else 'used'} beside the output, "
+            sentence += "and scaled_dot_product_attention does not make it"
             lever = _LOG_SUM_EXP
         ends.append(
             MatchEnded(
                 node,
-                f"{node.name} is {'returned' if returned else f'also used by {other.name}'}, "
-                "and a fused kernel does not make it",
+                sentence,
                 observed=f"used by {', '.join(user.name for user in node.users)}",
                 needed="one user, the next step of the attention",
                 lever=lever,

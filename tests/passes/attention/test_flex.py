@@ -371,7 +371,7 @@ def spec_of(*, training=False, **sizes):
         ("backward", {"training": True}, 0.0),
         ("dtype", {"dtype": torch.float64}, 0.0),
         ("heads", {"h": 3, "hk": 2}, 0.0),
-        ("do not fill one block", {"k": 100}, 0.0),
+        ("blocks of 128 keys, and 100 do not fill one", {"k": 100}, 0.0),
     ],
 )
 def test_what_it_can_not_take_has_a_reason(reason, sizes, dropout, monkeypatch):

@@ -87,3 +87,4 @@ def test_flex_attention_is_not_taken_on_the_cpu(monkeypatch):
     backend = fuse(lambda q, k, v, m: torch.softmax(torch.tanh(q @ k.mT / 30) * 30 + m, -1) @ v, *inputs())
     assert "tanh" in backend.miss().sentence
     assert "FlexAttention" in backend.miss().needed
+    assert "with 128 keys or more, on CUDA or for inference on a CPU" in backend.miss().lever
