@@ -81,7 +81,8 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
                     "the product of the exponentials with the values is not divided by their sums as they are",
                     needed="(e @ v) / e.sum(-1, keepdim=True), or a softmax and then the product with the values",
                     lever="mask the scores, and not their exponentials, add nothing to the sums, and write "
-                    "torch.softmax(scores, -1) @ v",
+                    "torch.softmax(scores, -1) @ v; or, for 1 + e.sum(-1), a column of zeros beside the scores: "
+                    "torch.softmax(torch.cat([scores, zeros], -1), -1)[..., :-1] @ v",
                 ),
             )
         elif (unknown := _unknown_between(op)) is not None:
