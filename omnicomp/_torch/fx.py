@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
@@ -56,7 +57,12 @@ def copy_module(module: GraphModule, *, lazy: bool = False) -> GraphModule:
     graph = torch.fx.Graph(tracer_cls=module.graph._tracer_cls)
     values: dict[Node, Node] = {}
     for node in module.graph.nodes:
-        copy = graph.node_copy(node, values.__getitem__)
+        # `node_copy` looks through all arguments for symbolic numbers, which takes as long as the rest of it.
+        copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        copy.args = map_arg(node.args, values.__getitem__)
+        if node.kwargs:
+            copy.kwargs = map_arg(node.kwargs, values.__getitem__)
+        copy.meta.update(node.meta)
         if copy.name != node.name:  # FX files a node anew for each attribute that is set
             copy.name = node.name
         if isinstance(getattr(argument := node.meta.get("grapharg"), "_example", None), TensorWeakRef):
