@@ -7,17 +7,20 @@ in place become new values; a value that was changed through another view of its
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, functional_counterpart, listening, storage_key
 from omnicomp._torch.autograd.flex import FLEX
+from omnicomp._torch.autograd.repeated_calls import RepeatedCalls, alias
+from omnicomp._torch.dynamo.regions import sets_state
 from omnicomp._torch.targets import base_name
-from omnicomp.analysis.nodes import fake_value, submodules
+from omnicomp.analysis.nodes import all_nodes, fake_value, submodules
 from omnicomp.passes.attention.nodes import active_dropout, changes_grad_mode, is_scaled_dot_product_attention
 
 # The operator that a call of torch's own attention is noted as, whatever it decomposes to.
@@ -91,7 +94,15 @@ class Op:
     @property
     def inputs(self) -> Iterator[Value]:
         """The tensors it reads, in order."""
-        return (leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Value))
+        return _values_in((*self.args, *self.kwargs.values()))
+
+
+def _values_in(items: Iterable[Any]) -> Iterator[Value]:
+    for item in items:
+        if isinstance(item, Value):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from _values_in(item)
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,14 +150,13 @@ def trace(module: GraphModule) -> Trace:
     Never raises for a node that can't be run: its results are opaque then, and `Trace.failed` says why.
     """
     recorder = _Recorder()
+    calls = None if any(map(sets_state, all_nodes(module))) else RepeatedCalls(recorder.listen)
     inputs = [fake_value(node) for node in module.graph.find_nodes(op="placeholder")]
     fakes = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     fakes += [v for n in module.graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)][:1]
-    with listening(fakes, recorder.listen, recorder.keep) as fake_of:
+    with listening(fakes, calls.listen if calls else recorder.listen, recorder.keep) as fake_of:
         recorder.fake_of = fake_of
-        _Runner(module, recorder, _single_calls(module)).run_with(
-            [tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value) for value in inputs]
-        )
+        _Runner(module, recorder, _single_calls(module), calls).run_with([tree_map(alias, value) for value in inputs])
     return recorder.trace
 
 
@@ -176,14 +186,7 @@ class _Recorder:
         if self.paused or self.node is None or operator.namespace == "prim":
             return
         schema = operator._schema
-        written = [
-            tensor
-            for argument, tensor in zip(schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(tensor, torch.Tensor)
-        ]
-        written += [
-            kwargs[a.name] for a in schema.arguments if a.is_write and isinstance(kwargs.get(a.name), torch.Tensor)
-        ]
+        written = _written(schema, args, kwargs) if schema.is_mutable else []
         name = base_name(operator)
         if name in ("baddbmm", "addmm") and isinstance(out, torch.Tensor):
             # The product alone is a value, too.
@@ -227,11 +230,11 @@ class _Recorder:
                 self.bind(tensor, Value(tensor))
 
     def _make(self, name: str, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op:
-        convert = lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        convert: Any = lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        given: Any = (tuple(args), dict(kwargs))
         op = Op(
             name,
-            tree_map(convert, tuple(args)),
-            tree_map(convert, dict(kwargs)),
+            *map_aggregate(given, convert),
             [],
             self.node,
             tuple(a.name for a in schema.arguments) if schema is not None else (),
@@ -255,12 +258,12 @@ class _Recorder:
         if op is not None:
             op.outputs.append(value)
         self.value(tensor)
-        for alias in self._aliases[storage_key(tensor)]:
-            old = self._values[id(alias)]
+        for other in self._aliases[storage_key(tensor)]:
+            old = self._values[id(other)]
             for holder in old.holders:
                 if holder is not self.node:
                     self.trace.changed.setdefault(holder, self.trace.order.get(self.node, len(self.trace.order)))
-            self._values[id(alias)] = value if _same_place(alias, tensor) else self._overwritten(alias, old, value)
+            self._values[id(other)] = value if _same_place(other, tensor) else self._overwritten(other, old, value)
 
     def _overwritten(self, tensor: torch.Tensor, old: Value, new: Value) -> Value:
         """What a tensor holds after `new` was written to a part of its memory."""
@@ -270,6 +273,11 @@ class _Recorder:
         for value in (old, new):
             value.users.append(op)
         return op.outputs[0]
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    given = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
+    return [tensor for argument, tensor in given if argument.is_write and isinstance(tensor, torch.Tensor)]
 
 
 def _same_place(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -284,9 +292,11 @@ def _same_place(left: torch.Tensor, right: torch.Tensor) -> bool:
 class _Runner(Interpreter):
     """Runs one region; calls of regions that have one caller are followed."""
 
-    def __init__(self, module: GraphModule, recorder: _Recorder, followed: set[GraphModule]) -> None:
+    def __init__(
+        self, module: GraphModule, recorder: _Recorder, followed: set[GraphModule], calls: RepeatedCalls | None
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.recorder, self.followed = recorder, followed
+        self.recorder, self.followed, self.calls = recorder, followed, calls
         # An error's text would otherwise be made from the whole graph, for each node that fails.
         self.extra_traceback = False
 
@@ -341,7 +351,10 @@ class _Runner(Interpreter):
             if isinstance(args[0], torch.Tensor) and out is not args[0]:
                 self.recorder.note("dropout", (args[0], probability), {}, out)
             return out
-        return super().run_node(n)
+        if self.calls is None:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return self.calls.run(n.target, args, kwargs, lambda: getattr(self, n.op)(n.target, args, kwargs))
 
     def _call_region(self, n: Node) -> Any:
         args, _ = self.fetch_args_kwargs_from_env(n)
@@ -357,7 +370,7 @@ class _Runner(Interpreter):
         inputs = [a for a in args[args.index(regions[0]) + 1 :] if not isinstance(a, str)]
         if len(inputs) != len(regions[0].graph.find_nodes(op="placeholder")):
             return self._from_example(n)
-        return _Runner(regions[0], self.recorder, self.followed).run_with(inputs)
+        return _Runner(regions[0], self.recorder, self.followed, self.calls).run_with(inputs)
 
     def _call_flex(self, n: Node) -> Any:
         args, _ = self.fetch_args_kwargs_from_env(n)
@@ -376,7 +389,7 @@ class _Runner(Interpreter):
             shape = [1] * place + [size] + [1] * (3 - place)
             indices.append(torch.arange(size, device=query.device).reshape(shape))
         start = len(self.recorder.trace.ops)
-        made = _Runner(function, self.recorder, self.followed).run_with([*indices, *reads])
+        made = _Runner(function, self.recorder, self.followed, self.calls).run_with([*indices, *reads])
         names = {op.name for op in self.recorder.trace.ops[start:]}
         known = isinstance(made, torch.Tensor) and made.dtype is torch.bool and made.dim() <= 4
         return made if known and names <= _OF_ELEMENTS else None
