@@ -68,7 +68,7 @@ def build_part(
     Raises:
         LoweringError: a node is left that no lowering can build.
     """
-    plain = module
+    builder = None
     try:
         if checked_sizes.NEEDED.here:
             checked_sizes.check_sizes(module.graph)
@@ -78,10 +78,9 @@ def build_part(
         inlined = regions.inlined(module) if isinstance(regions, EarlyRegions) else None
         if inlined is not None:
             module = inlined.module
-        # Overrides and Inductor rewrite the graph: keep one to go on with, should a build or a call fail.
-        plain = copy_module(module, lazy=True)
         unshared = regions if isinstance(regions, Reason) else None
-        return _Builder(module, inputs, context, inlined, unshared).build(plain)
+        builder = _Builder(module, inputs, context, inlined, unshared)
+        return builder.build()
     except CONTROL_FLOW:
         raise
     except Exception as error:
@@ -89,7 +88,7 @@ def build_part(
             raise
         if can_restart():
             raise_late(context.graph, error, "ladder")
-        return run_eagerly(plain, inputs, context, error)
+        return run_eagerly(module if builder is None else builder.plain, inputs, context, error)
 
 
 class _Builder:
@@ -104,6 +103,7 @@ class _Builder:
         unshared: Reason | None,
     ) -> None:
         self._module = module
+        self.plain = module  # as it came, to go on with should a build or a call fail
         self._inlined = inlined
         self._inputs = inputs
         self._context = context
@@ -121,7 +121,7 @@ class _Builder:
         self._asked: set[str] = set()  # nodes for which overrides were asked
         self._declined: list[NodePlacement] = []
 
-    def build(self, plain: GraphModule) -> Any:
+    def build(self) -> Any:
         known = self._failures.known()
         if known is not None:
             self._cut.update(known.cut)
@@ -143,11 +143,11 @@ class _Builder:
             shared = None
             try:
                 shared = self._share(record)
-                return self._build_whole(record, plain)
+                return self._build_whole(record)
             except CONTROL_FLOW:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes the reason of the retreat
-                self._module = copy_module(plain)
+                self._module = copy_module(self.plain)
                 self._asked.clear()
                 self._declined.clear()
                 self._override()
@@ -160,6 +160,11 @@ class _Builder:
                 record = self._record(plan)
         return self._build_pieces(plan)
 
+    def _keep(self) -> None:
+        """Keep a copy of the graph, which overrides or Inductor are about to rewrite."""
+        if self.plain is self._module:
+            self.plain = copy_module(self._module, lazy=True)
+
     def _share(self, record: PartRecord) -> Shared:
         """Rewrite a part that is one Inductor graph so that what repeats in it is built once."""
         calling = None if self._inlined is None else self._inlined.calls_for(self._module)
@@ -167,6 +172,7 @@ class _Builder:
             self._module, shared = calling, self._inlined.shared
             record.share(shared)
             return shared
+        self._keep()
         if self._inlined is not None:
             settle(self._module)
         if self._unshared is None:
@@ -203,6 +209,7 @@ class _Builder:
                 if reason.code == "cut_out":
                     self._record_retreat(reason.by, "override", reason)
             raise LateOverrides(wanted)
+        self._keep()
         before = copy_module(self._module, lazy=True) if context.policy.certifies else None
         self._declined += apply_overrides(self._module, context, left)
         if before is not None:
@@ -228,8 +235,8 @@ class _Builder:
             if known == (len(self._boundaries), sum(map(len, self._refused.values()))):
                 return plan
 
-    def _build_whole(self, record: PartRecord, plain: GraphModule) -> Any:
-        start = time.perf_counter()
+    def _build_whole(self, record: PartRecord) -> Any:
+        start, plain = time.perf_counter(), self.plain
         subgraph, guard = record.subgraph_id(0), None
         # In a cache that holds the code itself, the graph that it is compared with goes along.
         verified = self._context.policy.verify in VERIFYING and is_bundled()
@@ -390,6 +397,7 @@ class _Builder:
         return None
 
     def _build_pieces(self, plan: Plan) -> Any:
+        self._keep()
         if self._inlined is not None:
             settle(self._module)
         while True:
