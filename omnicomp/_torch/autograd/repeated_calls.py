@@ -6,7 +6,7 @@ millisecond, and telling its operators again a tenth of that.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch._guards import detect_fake_mode
@@ -119,11 +119,10 @@ def alias(value: Any) -> Any:
     mode = detect_fake_mode([value])
     if mode is None or not is_plain(value):
         return value.detach()
-    assert isinstance(value, FakeTensor)
     return twin(value, mode, value)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> TypeGuard[FakeTensor]:
     """Whether a value is a fake tensor that its sizes, strides, dtype, device and memory tell all of."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.constant is not None:
         return False

@@ -232,9 +232,11 @@ class _Recorder:
     def _make(self, name: str, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op:
         convert: Any = lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         given: Any = (tuple(args), dict(kwargs))
+        taken, named = map_aggregate(given, convert)
         op = Op(
             name,
-            *map_aggregate(given, convert),
+            taken,
+            named,
             [],
             self.node,
             tuple(a.name for a in schema.arguments) if schema is not None else (),
