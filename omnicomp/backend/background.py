@@ -30,6 +30,7 @@ from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp._torch.user_code import modules_of_operators
 from omnicomp.backend.autograd import eager_gradients
 from omnicomp.backend.capture import CapturedGraph
+from omnicomp.backend.earlier import Earlier, earlier_of
 from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.backend.saved import State
 from omnicomp.backend.select.candidates import INDUCTORS
@@ -158,7 +159,7 @@ def build_behind(
     first, better = _tiers(policy, graph.device.type, training=graph.training)
     wish = Wish(graph=data, values=seen, policy=first)
     behind = Behind(graph, meanwhile, wish, static, shipping.symbols_of(scene.inputs), better, wrapped, build_here)
-    behind.start()
+    behind.start(earlier_of(plain, graph, static, behind))
     return behind.__call__
 
 
@@ -282,9 +283,12 @@ class Behind:
         self._target: Callable[..., Any] | None = None
         self._exchange: Callable[[], Callable[..., Any]] | None = None
         self._good: Callable[..., Any] | None = None
+        self._earlier: Sequence[Earlier] = ()
+        self._lends = False
 
-    def start(self) -> None:
-        """Have the graph built."""
+    def start(self, earlier: Sequence[Earlier]) -> None:
+        """Have the graph built; until it is, calls go to an earlier graph that is for their sizes, or eager."""
+        self._earlier = earlier
         self._record("started")
         self._submit()
 
@@ -301,12 +305,21 @@ class Behind:
         return target(*args)
 
     def _meanwhile(self, *args: Any) -> Any:
-        if self._good is None:
+        call = self._good or self._lent(args)
+        if call is None:
             return self._eagerly(*args)
-        results = self._good(*args)
+        results = call(*args)
         if self._graph.training:
             self._follow(results)
         return results
+
+    def _lent(self, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What runs an earlier graph that is for the sizes of a call."""
+        found = next(filter(None, (each.taking(args) for each in self._earlier)), None)
+        if found is not None and not self._lends:
+            self._lends = True
+            self._record("earlier")
+        return found
 
     def _eagerly(self, *args: Any) -> Any:
         if self._process != os.getpid():  # a forked child has no worker yet

@@ -185,7 +185,8 @@ class Background(Event):
         state: `started`; `eager`: so many calls ran eager so far, recorded after 1, 2, 4, 8, … of them; `swapped`: the
             compiled graph runs from this call on; `failed`: there is none, and the graph stays eager; `foreground`:
             it is built by the program after all, which waits; `improving`: a better build is looked for; `improved`:
-            that one runs from this call on; `kept`: there is none.
+            that one runs from this call on; `kept`: there is none; `earlier`: until it is built, calls of some sizes go
+            to an earlier graph of the function, which is for these.
         calls: how many calls ran eager.
         seconds: since the start.
         reason: why it failed, or is not built behind the program.

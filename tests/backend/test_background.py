@@ -166,6 +166,93 @@ def test_a_graph_of_other_sizes_runs_eager_until_it_is_built(desk: Desk) -> None
 
 
 @pytest.mark.parametrize("training", [False, True])
+def test_a_size_that_is_compiled_stays_compiled_while_a_graph_for_any_size_is_built(desk: Desk, training: bool) -> None:
+    """The last batch of an epoch is smaller: Dynamo then gives the calls of all batches to one graph for any size."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Unflatten(1, (2, 4)), nn.Flatten())
+    call, weights = compiled(model), list(model.parameters())
+
+    def step(size: int) -> None:
+        x = torch.randn(size, 4)
+        with torch.set_grad_enabled(training):
+            found, expected = call(x), model(x)
+        torch.testing.assert_close(found, expected)
+        if training:
+            gradients = torch.autograd.grad(found.square().sum(), weights)
+            torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), weights))
+
+    step(6)
+    (first,) = background._building
+    desk.work()
+    step(6)
+    step(5)
+    (second,) = background._building
+    for size in (6, 6, 5, 6):
+        with torch.no_grad():
+            weights[0].mul_(0.5)
+        step(size)
+    assert (first._calls, second._calls) == (1, 2)
+    assert states()[-4:] == ["started", "eager", "earlier", "eager"]
+    desk.work()
+    for size in (6, 5, 7):
+        step(size)
+    assert (first._calls, second._calls) == (1, 2)
+    assert states()[-1] == "swapped"
+
+
+def test_activation_checkpointing_is_not_cut_in_two_where_an_earlier_graph_takes_the_call(desk: Desk) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.GELU())
+    call = compiled(model)
+    for size, work in ((6, False), (5, False), (6, True), (6, False), (5, True), (6, False)):
+        x = torch.randn(size, 4, requires_grad=True)
+        expected = torch.autograd.grad(model(x).square().sum(), x)
+        results = checkpoint(call, x, use_reentrant=False)
+        if work:
+            desk.work()
+        torch.testing.assert_close(torch.autograd.grad(results.square().sum(), x), expected)
+
+
+@pytest.mark.parametrize("differs", ["constant", "zero", "type", "weight", "write", "gradients", "autocast", "gone"])
+def test_an_earlier_graph_that_computes_something_else_is_not_used(desk: Desk, differs: str) -> None:
+    class Model(nn.Module):
+        number: Any = 2
+        weight = torch.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if differs == "write":
+                x.mul_(2)
+            return (x @ x.T).sum(0) + x[:, 0] * self.number + self.weight.sum()
+
+    model = Model()
+    call = compiled(model)
+    if differs == "gradients":
+        with torch.no_grad():
+            call(torch.randn(6, 4))
+    else:
+        model.number = 0.0 if differs == "zero" else 2
+        call(torch.randn(6, 4))
+    desk.work()
+    if differs == "constant":
+        model.number = 3
+    elif differs == "zero":
+        model.number = -0.0
+    elif differs == "type":
+        model.number = 2.0
+    elif differs == "weight":
+        model.weight = torch.full((4,), 3.0, dtype=torch.float64)
+    elif differs == "gone":
+        torch.compiler.reset()
+    for size in (5, 6, 6):
+        x = torch.randn(size, 4, requires_grad=differs == "gradients")
+        with torch.autocast("cpu", enabled=differs == "autocast"):
+            found, expected = call(x.clone()), model(x.clone())
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
+        if differs == "gradients":
+            found.sum().backward()
+    assert "earlier" not in states()
+
+
+@pytest.mark.parametrize("training", [False, True])
 def test_a_graph_that_is_right_for_some_sizes_only_is_built_again_for_others(
     training: bool, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

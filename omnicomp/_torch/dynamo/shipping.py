@@ -74,7 +74,8 @@ def pack(gm: GraphModule, scene: Scene, extra: Any, modules: Sequence[str] = ())
         "extra": extra,
     }
     try:
-        return pickle.dumps(({name: _config_of(name) for name in _CONFIGS}, _state(), tuple(modules), _dumps(body)))
+        config = {name: _config_of(name) for name in _CONFIGS}
+        return pickle.dumps((config, global_state(), tuple(modules), _dumps(body)))
     except Exception as error:
         raise ShippingError(f"it can't be pickled ({type(error).__name__}: {error})") from error
 
@@ -270,7 +271,7 @@ def _set_attention(flash: bool, efficient: bool, math: bool) -> None:
     torch.backends.cuda.enable_math_sdp(math)
 
 
-def _state() -> dict[str, Any]:
+def global_state() -> dict[str, Any]:
     """The global state that tracing and code generation read."""
     state = {name: read() for name, (read, _) in _SETTINGS.items()}
     state["autocast"] = {

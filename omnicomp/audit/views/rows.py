@@ -262,6 +262,7 @@ def graph_line(graph: GraphAudit) -> str:
 _BUILDS: Final = {
     "started": "being built in the background",
     "eager": "being built in the background",
+    "earlier": "being built in the background",
     "swapped": "built in the background",
     "failed": "not built in the background",
     "foreground": "built in the foreground",
