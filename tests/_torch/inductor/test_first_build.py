@@ -1,7 +1,13 @@
 """What the first C++ build of a cache folder waits for is begun once, and only where it will be needed."""
 
+import os
+import random
 import signal
+import struct
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from processes import ROOT
 from torch._inductor import codecache
 
 from omnicomp._torch.inductor import first_build, libraries
@@ -131,3 +138,76 @@ def test_inductor_takes_what_was_begun(
     value = torch.linspace(-2, 2, 40)
     torch.testing.assert_close(call(value), torch.sin(value) + 1)
     assert set(tests) < set(tmp_path.rglob("*.so"))
+
+
+KILLED = """
+import os, signal, sys, threading, time
+import torch, omnicomp
+torch.set_grad_enabled(False)
+
+def layer():
+    three = [(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.LayerNorm(16)) for _ in range(3)]
+    return torch.nn.Sequential(*sum(three, ()), torch.nn.GELU())
+
+def die(moment, group):
+    time.sleep(moment)
+    (os.killpg if group else os.kill)(os.getpid(), signal.SIGKILL)
+
+model, x = torch.nn.Sequential(*(layer() for _ in range(14))), torch.randn(8, 16)
+if len(sys.argv) > 1:
+    threading.Thread(target=die, args=(float(sys.argv[1]), sys.argv[2] == "group"), daemon=True).start()
+assert torch.allclose(torch.compile(model, backend="omni")(x), model(x), atol=1e-4)
+events = omnicomp.timeline.events()
+assert {event.lowering for event in events if event.type == "ran"} == {"inductor"}
+assert not [event for event in events if event.type == "retreat"]
+assert "built once, called" in " ".join(omnicomp.audit().to_text().split())
+time.sleep(1000 if len(sys.argv) > 1 else 0)
+"""
+
+
+def _first_build(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    variables["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", KILLED, *words]
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=900, check=False, start_new_session=True
+    )
+
+
+def _processes_of(cache: Path) -> list[str]:
+    """The processes that were started for a cache folder, with their command lines."""
+    found: list[str] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(cache).encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether an ELF file is as long as its header says: the table of its sections is the last thing in it."""
+    data = library.read_bytes()
+    if len(data) < 64:
+        return False
+    (table,), (size, count) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)
+    return 0 < table and table + size * count <= len(data)
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes and libraries as Linux has them")
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, 5))])
+def test_a_first_build_that_is_killed_leaves_no_process_and_no_half_library(number: int, tmp_path: Path) -> None:
+    for kind in ("program", "group", "program", "group"):  # with the program alone, its compilers go on
+        died = _first_build(tmp_path, str(random.uniform(0, 30)), kind)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        end = time.monotonic() + 120
+        while (left := _processes_of(tmp_path)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left
+        assert all(map(_is_whole, tmp_path.rglob("*.so")))
+    done = _first_build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not _processes_of(tmp_path)
