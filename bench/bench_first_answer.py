@@ -4,11 +4,12 @@
 
 Every number comes from the first call of a Llama in a process of its own. `cold` starts from an empty cache folder that
 holds nothing but Inductor's precompiled headers, `warm` from the folder that the cold process left, and `loaded` from
-an empty one and the file that the cold process saved with `omnicomp.save`. Candidates take turns, and ratios are
-medians over the rounds of the time over Inductor's in the same round and state; the last column is the spread of the
-rounds. `CPU s` is what the first answer took of all processors, and says more than the clock on a machine that does
-other work; what a worker in the background takes is not in it. What this version of omnicomp has no option for is left
-out, and said.
+an empty one and the file that the cold process saved with `omnicomp.save`. `package` loads what `omnicomp.package` made
+for the same inputs, with the weights in a file beside it, which its bytes are without. Candidates take turns, and
+ratios are medians over the rounds of the time over Inductor's in the same round, warm for the latter two; the last
+column is the spread of the rounds. `CPU s` is what the first answer took of all processors, and says more than the
+clock on a machine that does other work; what a worker in the background takes is not in it. What this version of
+omnicomp has no option for is left out, and said.
 
 `nested` marks each layer by `torch.compiler.nested_compile_region`, `layers` compiles each layer by itself. The stream
 is one of 200 random lengths, each of which is answered as it comes; the caches are empty. There, `dynamo` is
@@ -32,7 +33,7 @@ from typing import Any, Final
 from harness import add_common_arguments, machine, markdown_table
 
 CANDIDATES: Final = ("inductor", "nested", "layers", "omni", "background")
-STATES: Final = ("cold", "warm", "loaded")
+STATES: Final = ("cold", "warm", "loaded", "package")
 
 PROGRAM = """
 import dataclasses, json, random, resource, statistics, sys, threading, time
@@ -46,13 +47,21 @@ torch.manual_seed(0)
 case = build("llama", "layers").to(what["device"], torch.float32)
 name, omni = what["candidate"], what["candidate"] in ("omni", "background")
 import torch._inductor.compile_fx
-loading = 0.0
+
+def used():  # of all processors, with compilers that have ended
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+loading = spent = 0.0
 if omni:
     import omnicomp, omnicomp.backend.pipeline
     if what["state"] == "loaded":
-        start = time.perf_counter()
+        start, before = time.perf_counter(), used()
         omnicomp.load(what["file"])
-        loading = time.perf_counter() - start
+        loading, spent = time.perf_counter() - start, used() - before
+    if what["state"] == "packing":
+        omnicomp.package(case.model, (), what["file"], kwargs=case.inputs, weights="beside")
+        print(json.dumps({}))
+        sys.exit()
 lists = [m for m in case.model.modules() if isinstance(m, torch.nn.ModuleList)]
 layers = max(lists, key=len, default=())
 call = case.model
@@ -63,6 +72,10 @@ if name == "layers":
     torch._dynamo.config.recompile_limit = max(64, 2 * len(layers))
     for layer in layers:
         layer.compile(backend="inductor")
+elif what["state"] == "package":
+    start, before = time.perf_counter(), used()
+    call = omnicomp.load_package(what["file"])
+    loading, spent = time.perf_counter() - start, used() - before
 elif name != "eager":
     options = {"background": True} if name == "background" else None
     backend = "omni" if omni else {"dynamo": "eager"}.get(name, "inductor")
@@ -76,9 +89,6 @@ def once(inputs=case.inputs, clocks=(time.perf_counter,)):
         torch.cuda.synchronize()
     took = [clock() - begun for clock, begun in zip(clocks, start)]
     return took if len(took) > 1 else took[0]
-
-def used():  # of all processors, with compilers that have ended
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 found = {}
 if what["stream"]:
@@ -96,7 +106,7 @@ if what["stream"]:
 else:
     begin, before = time.perf_counter() - loading, used()
     found["first"] = once() + loading
-    found["first_cpu"] = used() - before
+    found["first_cpu"] = used() - before + spent
     ends, times = [time.perf_counter() - begin], []
     if name == "background":
         done = threading.Event()
@@ -172,10 +182,15 @@ def measured(arguments: argparse.Namespace, candidates: Sequence[str], root: Pat
             for candidate in order:
                 folder, file = fresh(root / candidate, headers), str(root / f"{candidate}.omni")
                 omni = candidate in ("omni", "background")
-                for state in STATES if omni else STATES[:2]:
-                    if state == "loaded":
+                for state in STATES[: {"omni": 4, "background": 3}.get(candidate, 2)]:
+                    if state in ("loaded", "package"):
                         fresh(folder, headers)
-                    found = run(candidate, state, layers, arguments, folder, file if omni else "")
+                    made: dict[str, Any] = {}
+                    if state == "package":
+                        file = str(root / f"{candidate}.pt2")
+                        made = run(candidate, "packing", layers, arguments, folder, file)
+                        fresh(folder, headers)
+                    found = made or run(candidate, state, layers, arguments, folder, file if omni else "")
                     found["bytes"] = size_of(folder)
                     found["file"] = Path(file).stat().st_size if omni and Path(file).exists() else 0
                     rows.append({"layers": layers, "round": number, "candidate": candidate, "state": state, **found})
@@ -201,7 +216,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if not good:
             lines.append([str(layers), state, candidate, own[0].get("failed", ""), *[""] * 8])
             continue
-        like = "warm" if state == "loaded" else state
+        like = "warm" if state in ("loaded", "package") else state
         other = {
             r["round"]: r
             for r in rows
