@@ -459,7 +459,10 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     lowest = lowest_of(site, form, reader)
     empty = None
     if infinite:
+        # A row whose mask holds NaN or inf, as after -inf was added to inf, has no weights in eager either.
         empty = call(torch.isneginf, (top,))
+        if undefined:
+            empty = call(torch.logical_not, (call(torch.isfinite, (top,)),))
         mask = call(torch.masked_fill, (mask, empty, 0.0))
         top = call(torch.masked_fill, (top, empty, 0.0))
     # A huge number swallows scores whatever its sign.

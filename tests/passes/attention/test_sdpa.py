@@ -119,6 +119,20 @@ def test_rows_without_keys_that_the_program_repairs(name, training):
     assert backend.rewrite()
 
 
+LIFTED = {
+    "lifted": lambda s, v, kept: (
+        torch.nan_to_num((s.masked_fill(~kept, -math.inf) + torch.where(kept, 0.0, math.inf)).softmax(-1)) @ v
+    ),
+    "infinite": lambda s, v, kept: torch.nan_to_num((s + torch.where(kept, 0.0, math.inf)).softmax(-1)) @ v,
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_rows_that_infinity_is_added_to_and_the_program_repairs(name):
+    q, k, v, _ = inputs()
+    assert fuse(lambda q, k, v, kept: LIFTED[name](q @ k.mT * 0.25, v, kept), q, k, v, KEPT).rewrite()
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fill", [-math.inf, -1e9, torch.finfo(torch.float32).min])
 def test_a_mask_that_is_an_input_is_not_trusted_to_keep_a_key(fill, training):
