@@ -99,6 +99,25 @@ class _Side:
             stack.extend(node.all_input_nodes)
         return found
 
+    def in_order(self, inside: Collection[Node], ends: Iterable[Node]) -> list[Node]:
+        """The nodes of a slice as its ends read them, so that equal slices are in one order, wherever nodes were put.
+
+        In the order of the graph, if one has an effect.
+        """
+        if not all(is_pure(node) for node in inside if _is_call(node)):
+            return sorted(inside, key=lambda node: self.places[node.name])
+        found: dict[Node, None] = {}
+        stack = [*ends][::-1]
+        while stack:
+            read = [each for each in stack[-1].all_input_nodes if each in inside and each not in found]
+            if stack[-1] in inside and read:
+                stack.extend(read[::-1])
+                continue
+            node = stack.pop()
+            if node in inside:
+                found.setdefault(node)
+        return list(found)
+
     def ordered(self) -> list[str]:
         """The nodes whose place among each other counts: those with an effect, and what touches written memory."""
         writing = [node for node in self.nodes.values() if _is_call(node) and mutates(node)]
@@ -204,28 +223,25 @@ class _Comparison:
         ends = [self.old.nodes[name] for name, _ in pairs], [self.new.nodes[name] for _, name in pairs]
         farther = (lambda _: False, self._cheap, _is_call)[level]
         slices = [side.slice_of(end, farther) for side, end in zip((self.old, self.new), ends, strict=True)]
+        sides = self.old, self.new
+        ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
+        # By their first use: in equal layers they may be made in another order, as where the first one makes a mask.
         names: dict[str, None] = {}
-        for inside, end in zip(slices, ends, strict=True):
-            for node in [*inside, *end]:
-                if node not in inside:
-                    names.setdefault(node.name)
-                for read in node.all_input_nodes if node in inside else ():
-                    if read not in inside:
-                        names.setdefault(read.name)
+        for nodes, inside, end in zip(ordered, slices, ends, strict=True):
+            for read in [*(read for node in nodes for read in node.all_input_nodes), *end]:
+                if read not in inside:
+                    names.setdefault(read.name)
         missing = [name for name in names if name not in self.old.nodes or name not in self.new.nodes]
         if missing:
             raise UncutError(f"{missing[0]} is read by one side, and is not in the other graph")
-        inputs = sorted(names, key=self.new.places.__getitem__)
-        made = [
-            _module(side, inputs, inside, end)
-            for side, inside, end in zip((self.old, self.new), slices, ends, strict=True)
-        ]
+        inputs = list(names)
+        made = [_module(side, inputs, nodes, end) for side, nodes, end in zip(sides, ordered, ends, strict=True)]
         pair = pairs[0]
         return Change(
             before=made[0],
             after=made[1],
             at=ends[1][0] if ends[1][0] in self.new.inside else self.new.nodes[self._claims[pair]],
-            nodes=tuple(node.name for node in self.new.module.graph.nodes if node in slices[1] & self.new.inside),
+            nodes=tuple(node.name for node in ordered[1] if node in self.new.inside),
             wider=lambda: self._wider(pair, inputs, level + 1),
             read=lambda: self._read_by(pair),
             undo=lambda: self._undo(pair),
@@ -321,8 +337,8 @@ def _attribute(module: GraphModule, target: str) -> Any:
     return value
 
 
-def _module(side: _Side, inputs: Sequence[str], inside: set[Node], ends: Sequence[Node]) -> GraphModule:
-    """The graph of a slice."""
+def _module(side: _Side, inputs: Sequence[str], nodes: Sequence[Node], ends: Sequence[Node]) -> GraphModule:
+    """The graph of a slice, whose nodes are in order."""
     graph = torch.fx.Graph()
     values: dict[Node, Node] = {}
     for name in inputs:
@@ -331,13 +347,12 @@ def _module(side: _Side, inputs: Sequence[str], inside: set[Node], ends: Sequenc
         made.meta.update(_described(node))
         values[node] = made
     held: dict[str, Any] = {}
-    for node in side.module.graph.nodes:
-        if node in inside:
-            made = graph.node_copy(node, values.__getitem__)
-            made.meta = {**_described(node), "nn_module_stack": node.meta.get("nn_module_stack")}
-            values[node] = made
-            if node.op in ("get_attr", "call_module"):
-                held[str(node.target)] = _attribute(side.module, str(node.target))
+    for node in nodes:
+        made = graph.node_copy(node, values.__getitem__)
+        made.meta = {**_described(node), "nn_module_stack": node.meta.get("nn_module_stack")}
+        values[node] = made
+        if node.op in ("get_attr", "call_module"):
+            held[str(node.target)] = _attribute(side.module, str(node.target))
     graph.output(tuple(values[end] for end in ends))
     return GraphModule(held, graph)
 

@@ -5,6 +5,7 @@ by running it on tensors without data, and writes the graph again with other num
 and differences of at most two between neighbours. Numbers up to four stay what they are, as they are often structure.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,6 +17,7 @@ from typing import Any, Final
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from omnicomp._torch.fx import copy_module, fake_value
 from omnicomp._torch.symbols import hints_of
@@ -26,6 +28,7 @@ from omnicomp.analysis.nodes import op_name
 _SMALL: Final = (2, 3, 4, 5, 6, 7)
 STRUCTURE: Final = 4
 _META: Final = torch.device("meta")
+_CPU: Final = torch.device("cpu")
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 # Numbers of a program are varied by fractions of this denominator, which the algebra and their quotients have exactly.
 _PARTS: Final = 2**13
@@ -262,8 +265,14 @@ class Family:
     scales: dict[Node, float] = dataclasses.field(default_factory=dict)
     elements: int = 0
 
-    def learn(self) -> None:
-        """Run both graphs on tensors without data, and collect their numbers.
+    def learn(self, *, run: bool = True) -> bool:
+        """Collect the numbers of both graphs, whose operators have the shapes that nodes say, or run without data.
+
+        Args:
+            run: whether to run them, which does not rest on what a pass said of its nodes.
+
+        Returns:
+            Whether they were run: sizes are symbols, or a node does not say what it is.
 
         Raises:
             Unsupported: a graph can't be run so.
@@ -272,11 +281,18 @@ class Family:
             value = fake_value(node)
             if isinstance(value, torch.Tensor):
                 self.found.update(size for size in value.shape if not isinstance(size, torch.SymInt))
-        for module in (self.before, self.after):
+        described = [None if run or self.numbers else _described(module) for module in (self.before, self.after)]
+        run = None in described
+        for module, calls in zip((self.before, self.after), described, strict=True):
+            if not run:
+                for call in calls or ():
+                    self._watch(*call)
+                continue
             inputs = [empty(fake_value(node), self.numbers) for node in placeholders(module)]
             with values.running(State(device=_META, watch=self._watch)), _META:
                 interpret.run(module, inputs)
         self.found = {each for each in self.found if each > STRUCTURE}
+        return run
 
     def _watch(self, node: Node, args: Any, kwargs: Any, result: Any) -> None:
         name = base_name(node)
@@ -383,25 +399,63 @@ class Family:
         return copy
 
 
-def traced(modules: Sequence[GraphModule], wanted: Sequence[Any]) -> tuple[list[Any], int]:
-    """The shapes of the outputs of graphs for inputs as `inputs.shapes` has them, and the elements of all results."""
+def _described(module: GraphModule) -> list[tuple[Node, Any, Any, Any]] | None:
+    """The calls of a graph with fake tensors for its values; None if a node has none, or calls a graph."""
+    found: list[tuple[Node, Any, Any, Any]] = []
+    known: dict[Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            continue
+        known[node] = value = _held(module, node) if node.op == "get_attr" else fake_value(node)
+        if value is None or isinstance(value, GraphModule):
+            return None
+        if node.op.startswith("call_"):
+            found.append((node, *map_arg((node.args, node.kwargs), known.__getitem__), value))
+    return found
+
+
+def _held(module: GraphModule, node: Node) -> Any:
+    return operator.attrgetter(str(node.target))(module)
+
+
+def traced(modules: Sequence[GraphModule], wanted: Sequence[Any], limit: int = 0) -> tuple[list[Any], int]:
+    """The shapes of the outputs of graphs for inputs as `inputs.shapes` has them, and the elements of all results.
+
+    Kernels of the CPU run on small tensors in a tenth of the time that Python takes to find what they would return, so
+    graphs run on zeros as long as they have no more elements than `limit`, and else on tensors without data.
+    """
+    if limit:
+        with contextlib.suppress(Exception):  # zeros may be no valid inputs; without data it is tried again
+            return _traced(modules, wanted, _CPU, limit)
+    return _traced(modules, wanted, _META, 0)
+
+
+def _traced(
+    modules: Sequence[GraphModule], wanted: Sequence[Any], device: torch.device, limit: int
+) -> tuple[list[Any], int]:
     shapes: list[Any] = []
     elements = 0
 
     def count(node: Node, args: Any, kwargs: Any, result: Any) -> None:
         nonlocal elements
         elements += sum(each.numel() for each in _flat(result) if isinstance(each, torch.Tensor))
+        if limit and elements > limit:
+            raise Unsupported("too many elements")
 
     for module in modules:
         dtypes = [getattr(fake_value(node), "dtype", None) for node in placeholders(module)]
-        inputs = [
-            torch.empty_strided(each[1], each[2], dtype=dtype, device=_META) if isinstance(each, tuple) else each
-            for each, dtype in zip(wanted, dtypes, strict=True)
-        ]
-        with values.running(State(device=_META, watch=count)), _META:
+        inputs = [_zeros(each, dtype, device) for each, dtype in zip(wanted, dtypes, strict=True)]
+        with values.running(State(device=device, watch=count)), torch.random.fork_rng(devices=[]), device:
             outputs = interpret.run(module, inputs)
         shapes.append([tuple(each.shape) if isinstance(each, torch.Tensor) else each for each in outputs])
     return shapes, elements
+
+
+def _zeros(each: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
+    if not isinstance(each, tuple):
+        return each
+    made = torch.empty_strided(each[1], each[2], dtype=dtype, device=device)
+    return made.zero_() if device == _CPU else made
 
 
 def empty(value: Any, numbers: Mapping[Any, int], made: Mapping[int, int] | None = None) -> Any:
