@@ -3,18 +3,19 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.fx.traceback
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
@@ -91,6 +92,11 @@ def copy_module(module: GraphModule, *, lazy: bool = False) -> GraphModule:
     return result
 
 
+def lazy_module(root: Mapping[str, Any], graph: Graph) -> GraphModule:
+    """A module for a graph, whose code is generated when it is first called."""
+    return _LazyGraphModule(dict(root), graph)
+
+
 def _run_on_fakes(module: GraphModule, inputs: Sequence[Any], *, gradients: bool = False) -> Any:
     """Run a Dynamo graph on fake tensors: nothing is computed, but every operator says what it would return."""
     mode = detect_fake_mode(list(inputs))
@@ -103,6 +109,9 @@ def _run_on_fakes(module: GraphModule, inputs: Sequence[Any], *, gradients: bool
             # A size that depends on data is a new symbol here, which no later graph is to account for.
             quiet.enter_context(environment.ignore_fresh_unbacked_symbols())
         quiet.enter_context(mode)
+        if environment is not None:
+            # As in Dynamo: some operators take symbolic sizes in Python alone.
+            quiet.enter_context(enable_python_dispatcher())
         quiet.enter_context(torch.set_grad_enabled(gradients))
         quiet.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
         return torch.fx.Interpreter(module).run(*inputs)

@@ -15,7 +15,7 @@ from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import record_retreat
 from omnicomp.errors import LegaliseError, PassError, first_line
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.base import Pass, PassContext, run_pipeline
+from omnicomp.passes.base import CheckBudget, Pass, PassContext, run_pipeline
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.registry import GROUP, Plugin, checked
 from omnicomp.passes.repairs import Repair
@@ -77,6 +77,7 @@ def run_passes(
             answers=answers,
             replay=graph.policy.verdicts == "use",
             certify=graph.policy.certify,
+            budget=CheckBudget.of(module) if graph.policy.certify == "new" else None,
         )
         try:
             passed = _run(line, module, context, graph, foreign=foreign, left_out={**left_out, **suspected})

@@ -31,6 +31,7 @@ from omnicomp.builder.on_failure import write_script
 from omnicomp.errors import first_line
 from omnicomp.lowerings.override import planned_call, put_references
 from omnicomp.options.policy import Policy
+from omnicomp.passes.base import CheckBudget
 from omnicomp.passes.certificates import NotCertifiedError, certified
 from omnicomp.passes.changes import Change
 from omnicomp.timeline import Certified, current
@@ -102,7 +103,8 @@ def _certified(
     name: str, before: GraphModule, after: GraphModule, graph: str, policy: Policy, **rest: Any
 ) -> list[Certified]:
     always = policy.certify == "always"
-    return certified(name, _ROUNDED, before, after, graph=graph, known={}, always=always, **rest)
+    budget = None if always else CheckBudget.of(before)
+    return certified(name, _ROUNDED, before, after, graph=graph, known={}, always=always, budget=budget, **rest)
 
 
 def _renamed(event: Certified, named: Mapping[str, str]) -> Certified:

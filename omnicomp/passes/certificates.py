@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from omnicomp.analysis.nodes import fake_value, module_path, source_line
 from omnicomp.errors import PassError, first_line
 from omnicomp.options.digest import package_digest
 from omnicomp.passes import assumptions as masks
+from omnicomp.passes.base import CheckBudget
 from omnicomp.passes.changes import Change, UncutError, changes
 from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, dump_target, load_graph
 from omnicomp.passes.mask_classes import MaskClass
@@ -95,6 +97,7 @@ def certified(
     always: bool = False,
     prepare: Callable[[GraphModule], GraphModule] = lambda after: after,
     refuting: Callable[[Change, Certified], Certified] = lambda change, event: event,
+    budget: CheckBudget | None = None,
 ) -> list[Certified]:
     """Check all that a pass changed in a graph, and take back what computes something else.
 
@@ -109,6 +112,7 @@ def certified(
         always: whether to check what earlier compilations have checked.
         prepare: makes a part of the new graph one that can be run by definitions.
         refuting: adds to what is told of a part that is refuted.
+        budget: what the checks may take; parts behind it are told to be unchecked.
 
     Returns:
         What was found of each part, with the verdict `refuted` for those that were taken back.
@@ -123,7 +127,7 @@ def certified(
     wrong: list[tuple[Certified, Callable[[], None]]] = []
     try:
         for change in changes(before, after):
-            made = _certified(name, change, rests, unsaid, known, always, prepare)
+            made = _certified(name, change, rests, unsaid, known, always, prepare, budget)
             event = dataclasses.replace(made, graph=graph)
             event = refuting(change, event) if event.verdict == certify.REFUTED else event
             found.append(event)
@@ -155,22 +159,27 @@ def _certified(
     known: dict[str, certify.Certificate],
     always: bool,
     prepare: Callable[[GraphModule], GraphModule],
+    budget: CheckBudget | None,
 ) -> Certified:
     """The certificate of a change, from the smallest cut that holds."""
     at: Change | None = change
     result: Certified | None = None
     while at is not None:
-        event = _of_cut(name, dataclasses.replace(at, after=prepare(at.after)), claims, known, always)
+        if result is not None and result.verdict == certify.REFUTED:
+            budget = None  # what may be wrong is looked at to its end
+        event = _of_cut(name, dataclasses.replace(at, after=prepare(at.after)), claims, known, always, budget)
         if result is None or result.verdict in (certify.REFUTED, certify.ASSUMED):
             seconds = event.seconds + (0.0 if result is None else result.seconds)
             result = dataclasses.replace(event, nodes=change.nodes, seconds=seconds)
         if result.verdict not in (certify.REFUTED, certify.ASSUMED):
             break
+        if budget is not None and budget.spent >= budget.seconds and result.verdict == certify.ASSUMED:
+            break
         at = at.wider()
     assert result is not None
     below = change.read() if result.verdict == certify.REFUTED else None
     if below is not None:
-        event = _of_cut(name, dataclasses.replace(below, after=prepare(below.after)), claims, known, always)
+        event = _of_cut(name, dataclasses.replace(below, after=prepare(below.after)), claims, known, always, None)
         if event.verdict not in (certify.REFUTED, certify.ASSUMED):
             return dataclasses.replace(event, nodes=change.nodes, seconds=event.seconds + result.seconds)
     if result.verdict == certify.REFUTED and unsaid:
@@ -181,7 +190,12 @@ def _certified(
 
 
 def _of_cut(
-    name: str, change: Change, claims: Sequence[certify.Assumption], known: dict[str, certify.Certificate], always: bool
+    name: str,
+    change: Change,
+    claims: Sequence[certify.Assumption],
+    known: dict[str, certify.Certificate],
+    always: bool,
+    budget: CheckBudget | None,
 ) -> Certified:
     inputs = [node.name for node in change.before.graph.find_nodes(op="placeholder")]
     own = tuple(each for each in claims if not each.subject or each.subject in inputs)
@@ -198,11 +212,21 @@ def _of_cut(
     if kept is not None:
         known[key] = kept
         return dataclasses.replace(event, **_told(kept), key=key, kept=True)
+    if budget is not None and budget.spent >= budget.seconds:
+        sentence = (
+            f"left unchecked, as the checks of this graph took the {budget.seconds:.1f} s that they may take; "
+            "options={'certify': 'always'} checks all"
+        )
+        return dataclasses.replace(event, verdict=certify.ASSUMED, sentence=sentence)
+    started = time.thread_time()
     try:
         found = certify.check(change.before, change.after, assumptions=own, bound=_bound(own))
     except Exception as error:  # noqa: BLE001 - becomes the sentence of the event
         sentence = f"the check failed: {first_line(error)}"
         return dataclasses.replace(event, verdict=certify.ASSUMED, sentence=sentence)
+    finally:
+        if budget is not None:
+            budget.spent += time.thread_time() - started
     if key:
         known[key] = found
     if key and keeps_caches():

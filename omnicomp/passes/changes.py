@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from omnicomp._torch.fx import lazy_module
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.assumptions import is_cheap
 from omnicomp.passes.attention.nodes import is_pure, mutates
@@ -354,7 +355,7 @@ def _module(side: _Side, inputs: Sequence[str], nodes: Sequence[Node], ends: Seq
         if node.op in ("get_attr", "call_module"):
             held[str(node.target)] = _attribute(side.module, str(node.target))
     graph.output(tuple(values[end] for end in ends))
-    return GraphModule(held, graph)
+    return lazy_module(held, graph)
 
 
 _KEPT: Final = ("example_value", "val")

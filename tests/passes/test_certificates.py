@@ -15,7 +15,7 @@ from omnicomp import timeline
 from omnicomp._torch.fx import describe
 from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import insert_call
-from omnicomp.passes import Pass, PassContext, PassResult, certificates, run_pipeline
+from omnicomp.passes import Pass, PassContext, PassResult, base, certificates, run_pipeline
 from omnicomp.passes.attention import assume
 from omnicomp.passes.legalise import Legalise
 from omnicomp.timeline import Certified
@@ -114,17 +114,47 @@ def test_always_checks_again(monkeypatch: pytest.MonkeyPatch):
     assert len(calls) == 2
 
 
-def test_by_default_passes_from_outside_are_checked_and_those_of_omnicomp_are_not():
+def attended(**options: str) -> None:
     def attention(x):
         return (x @ x.mT / 8**0.5).softmax(-1) @ ((x * 2).sin() * 3)
 
     x = torch.randn(2, 4, 6, 8)
-    options = {"lowerings": ["eager"], "passes": [Doubling(factors=(2, 3))]}
-    torch.testing.assert_close(torch.compile(attention, backend="omni", options=options)(x), attention(x))
-    assert {event.name for event in certified()} == {"doubling"}
+    made = torch.compile(
+        attention, backend="omni", options={"lowerings": ["eager"], "passes": [Doubling(factors=(2, 3))], **options}
+    )
+    torch.testing.assert_close(made(x), attention(x))
     assert [event.verdict == certify.REFUTED for event in certified()].count(True) == 1
     (graph,) = omnicomp.audit().graphs
     assert {site.name for site in graph.rewrites} == {"attention_fusion", "doubling"}
+
+
+def test_by_default_all_passes_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMNICOMP_CERTIFY", raising=False)
+    attended()
+    assert [event.verdict for event in certified() if event.name == "attention_fusion"] == [certify.PROVED]
+    assert {event.name for event in certified()} == {"doubling", "attention_fusion"}
+
+
+def test_outside_checks_none_of_omnicomps_own_passes():
+    attended(certify="outside")
+    assert {event.name for event in certified()} == {"doubling"}
+
+
+def test_what_is_behind_the_budget_is_told_to_be_unchecked_and_passes_from_outside_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(base, "_LEAST_CHECKED", 0.0)
+    monkeypatch.setattr(base, "_CHECKED_PER_NODE", 0.0)
+    attended(certify="new")
+    (own,) = (event for event in certified() if event.name == "attention_fusion")
+    assert own.verdict == certify.ASSUMED
+    assert own.sentence.startswith("left unchecked")
+    (graph,) = omnicomp.audit().graphs
+    assert [site.verdict for site in graph.rewrites if site.name == "attention_fusion"] == [certify.ASSUMED]
+    timeline.clear()
+    torch.compiler.reset()
+    attended(certify="always")
+    assert [event.verdict for event in certified() if event.name == "attention_fusion"] == [certify.PROVED]
 
 
 def test_off_checks_nothing():

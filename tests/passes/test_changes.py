@@ -65,6 +65,33 @@ def test_what_a_node_reads_elsewhere_now_is_claimed_to_be_equal():
     assert wide.wider() is None
 
 
+def test_equal_changes_are_cut_equally_wherever_their_nodes_and_inputs_were_made():
+    def layers(x):
+        early = x.cos()
+        first = (x.sin() * 2) * early.exp()
+        late = (x + 1).sin()
+        return first + (late * 2) * (first.cos()).exp()
+
+    before, after = graphs(layers, torch.ones(3))
+    for node in list(after.graph.find_nodes(op="call_function", target=operator.mul)):
+        if node.args[1] != 2:
+            new = insert_call(
+                node, torch.mul, (insert_call(node, torch.add, (node.args[0].args[0],) * 2), node.args[1])
+            )
+            node.replace_all_uses_with(new)
+    after.graph.eliminate_dead_code()
+    (first, second) = changes(before, after)
+    assert all(map(same, (first, second)))
+
+    def told(module: GraphModule) -> list[tuple[str, str, list[int]]]:
+        places = {node: place for place, node in enumerate(module.graph.nodes)}
+        called = [node for node in module.graph.nodes if node.op != "placeholder"]
+        return [(node.op, str(node.target), [places[read] for read in node.all_input_nodes]) for node in called]
+
+    assert told(first.before) == told(second.before)
+    assert told(first.after) == told(second.after)
+
+
 def test_another_operator_of_the_same_name_is_a_change():
     before, after = graphs(lambda x: torch.sin(x) + 1, torch.ones(3))
     (node,) = after.graph.find_nodes(op="call_function", target=torch.sin)

@@ -254,6 +254,62 @@ def corner(last: bool) -> Function:
     return run
 
 
+_DRAWS: dict[str, Function] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "integers": lambda x: torch.randint(0, 5, (x.shape[-1],)),
+    "normal": lambda x: torch.empty_like(x).normal_(),
+    "permutation": lambda x: torch.randperm(x.shape[-1]),
+    "uniform": torch.rand_like,
+}
+
+
+def drawn(*order: str) -> Function:
+    """Random numbers that are drawn in an order, and added in one that does not depend on it."""
+
+    def run(x: Any) -> Any:
+        found = {word: _DRAWS[word](x) for word in order}
+        return sum((found[word] for word in sorted(order)), x)
+
+    return run
+
+
+def written(x: Any, y: Any, *places: int, accumulate: bool = False) -> Any:
+    """The first rows of a tensor, written to rows of another."""
+    return x.clone().index_put_((torch.tensor(places),), y[: len(places)], accumulate=accumulate)
+
+
+def added(x: Any, y: Any, *places: int) -> Any:
+    """Rows that are read, added to, and written."""
+    at = torch.tensor(places)
+    return x.clone().index_put_((at,), x[at] + y[: len(places)])
+
+
+def row(copied: bool) -> Function:
+    """A row, or a copy of it, that is read behind a write."""
+
+    def run(x: Any, y: Any) -> Any:
+        x = x.clone()
+        read = x[0].clone() if copied else x[0]
+        x.add_(y)
+        return read * 2
+
+    return run
+
+
+def shifted(one_by_one: bool) -> Function:
+    """Each row from the one above it, before or after that was written."""
+
+    def run(x: Any) -> Any:
+        x = x.clone()
+        if not one_by_one:
+            x[1:] = x[:-1].clone() + 1
+        for place in range(1, x.shape[0]) if one_by_one else ():
+            x[place] = x[place - 1] + 1
+        return x * 1
+
+    return run
+
+
 def _rules(table: str) -> list[Rule]:
     found: list[Rule] = []
     given = ""
@@ -510,6 +566,118 @@ padding index: F.embedding(i, w, padding_idx=0) -> F.embedding(i, w)
 == xmv: 8x6 6 6
 running statistics lost: F.batch_norm(x, m, v, training=True)
     -> F.batch_norm(x, None, None, training=True) + 0 * m * v
+== x: 6x6
+softmax same size other dim in 3d: x[None].softmax(1) -> x[None].softmax(2)
+cumsum over other dim: x.cumsum(0) -> x.cumsum(1)
+flip of the other dim: x.flip(0) -> x.flip(1)
+negative step: x[:, ::2].flip(1) -> x.flip(1)[:, ::2]
+negative offset diag: x.diagonal(1) -> x.diagonal(-1)
+as_strided offset: x.as_strided((4,), (7,)) * 1 -> x.as_strided((4,), (7,), 1) * 1
+roll by two dims: x.roll((1, 2), (0, 1)) -> x.roll((2, 1), (0, 1))
+nansum for sum: x.sum(-1) -> x.nansum(-1)
+nanmean kept: x.nan_to_num(0.0).sum() -> x.sum()
+isinf only positive: x.isinf() -> x == INF
+posinf replaced: x.nan_to_num(nan=0.0, posinf=1.0) -> x.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
+max forgets NaN: x.amax(-1) -> torch.where(x.isnan(), -INF, x).amax(-1)
+where of a division: torch.where(x > 0, 1 / x, 0.0) -> torch.where(x > 0, 1 / x.clamp_min(0.1), 0.0)
+atan2 quadrant: torch.atan2(x, x.flip(0)) -> (x / x.flip(0)).atan()
+hardtanh inner edges: F.hardshrink(x, 0.5) -> F.softshrink(x, 0.5)
+threshold ties: F.threshold(x.round(), 1.0, 0.0) -> torch.where(x.round() >= 1.0, x.round(), 0.0)
+round to decimals: x.round(decimals=1) -> (x * 10).floor() / 10
+median upper: x.median(-1).values -> x.sort(-1).values[:, 3]
+argmin ties: x.round().argmin(-1) -> 5 - x.round().flip(-1).argmin(-1)
+topk unsorted ties: x.topk(3).values -> x.sort(-1).values[:, -3:]
+searchsorted side: torch.searchsorted(torch.tensor([0.0, 1.0]), x.round())
+    -> torch.searchsorted(torch.tensor([0.0, 1.0]), x.round(), right=True)
+bucketize right: torch.bucketize(x.round(), torch.tensor([0.0, 1.0]))
+    -> torch.bucketize(x.round(), torch.tensor([0.0, 1.0]), right=True)
+bernoulli for uniform: x * torch.bernoulli(torch.full_like(x, 0.5)) -> x * (torch.rand_like(x) < 0.5)
+integers, then uniform: drawn('integers', 'uniform')(x) -> drawn('uniform', 'integers')(x)
+permutation, then uniform: drawn('permutation', 'uniform')(x) -> drawn('uniform', 'permutation')(x)
+rows one by one: shifted(False)(x) -> shifted(True)(x)
+integer times half promotes: x * torch.tensor(2, dtype=torch.int64) -> (x.half() * 2).float()
+scatter that reduces: x.scatter_add(0, torch.zeros(1, 6, dtype=torch.long), x)
+    -> x.scatter(0, torch.zeros(1, 6, dtype=torch.long), x)
+scatter of another index: torch.zeros(6, 6).scatter_add(0, torch.tensor([[0, 0, 1, 1, 2, 2]] * 6), x)
+    -> torch.zeros(6, 6).scatter_add(1, torch.tensor([[0, 0, 1, 1, 2, 2]] * 6), x)
+std of one: x[:, :1].std(-1, correction=0) -> x[:, :1].std(-1)
+var over the other axis: x.var(0) -> x.var(1)
+prod and sum of logs: x.prod(-1) -> x.log().sum(-1).exp()
+diag embed offset: torch.diag_embed(x, 1) -> torch.diag_embed(x, -1)
+tril of last dims: x.view(6, 2, 3).tril() -> x.tril().view(6, 2, 3)
+avg pool counts pad: F.avg_pool1d(x[None], 3, 2, 1) -> F.avg_pool1d(x[None], 3, 2, 1, count_include_pad=False)
+align corners: F.interpolate(x[None], 9, mode='linear') -> F.interpolate(x[None], 9, mode='linear', align_corners=True)
+nearest exact: F.interpolate(x[None], 4, mode='nearest') -> F.interpolate(x[None], 4, mode='nearest-exact')
+reflect for replicate: F.pad(x[None], (2, 2), mode='reflect') -> F.pad(x[None], (2, 2), mode='replicate')
+log1p for log: (1 + x.abs()).log() * 0 + x.abs().log1p() -> (1 + x.abs()).log()
+complex conj forgotten: torch.view_as_real(torch.view_as_complex(x.view(6, 3, 2)).conj() * 1)
+    -> torch.view_as_real(torch.view_as_complex(x.view(6, 3, 2)) * 1)
+huber delta: F.smooth_l1_loss(x, x.flip(0), beta=0.5) -> F.huber_loss(x, x.flip(0), delta=0.5)
+cross entropy mean with weights: F.cross_entropy(x, torch.arange(6), weight=torch.arange(6.0))
+    -> F.cross_entropy(x, torch.arange(6), weight=torch.arange(6.0), reduction='sum') / 6
+ignored index: F.cross_entropy(x, torch.tensor([0, 1, 2, 3, -100, 5]))
+    -> F.cross_entropy(x, torch.tensor([0, 1, 2, 3, -100, 5]), reduction='sum') / 6
+label smoothing lost: F.cross_entropy(x, torch.arange(6), label_smoothing=0.1) -> F.cross_entropy(x, torch.arange(6))
+instance norm for layer norm: F.instance_norm(x[None]) -> F.layer_norm(x[None], (6, 6))
+gather of other dim: x.gather(0, torch.tensor([[0, 1, 2, 3, 4, 5]] * 6).flip(1))
+    -> x.gather(1, torch.tensor([[0, 1, 2, 3, 4, 5]] * 6).flip(1))
+dropout, then uniform: drawn('dropout', 'uniform')(x) -> drawn('uniform', 'dropout')(x)
+normal in place, then uniform: drawn('normal', 'uniform')(x) -> drawn('uniform', 'normal')(x)
+== xy: 6x6 6x6
+duplicates that accumulate: written(x, y, 0, 1, 0) -> written(x, y, 0, 1, 0, accumulate=True)
+duplicates that are read first: written(x, y, 0, 1, 0, accumulate=True) -> added(x, y, 0, 1, 0)
+view that is read behind a write: row(False)(x, y) -> row(True)(x, y)
+write through transpose: x.t().add_(y) * 1 -> x.add_(y) * 1
+where broadcast of rows: torch.where(x[0] > 0, x, y) -> torch.where(x[0][:, None] > 0, x, y)
+addcdiv sign: torch.addcdiv(x, y, x, value=-0.5) -> torch.addcdiv(x, y, x, value=0.5)
+lerp weight: torch.lerp(x, y, 0.3) -> torch.lerp(y, x, 0.3)
+copysign: torch.copysign(x, y) -> x.abs() * y.sign()
+logaddexp naive: torch.logaddexp(x, y) -> (x.exp() + y.exp()).log()
+xlogy at zero: torch.xlogy(x, y) -> x * y.log()
+remainder sign: torch.remainder(x, y) -> torch.fmod(x, y)
+floor divide: torch.floor_divide(x, y) -> (x / y).trunc()
+cosine eps: F.cosine_similarity(x, y) -> (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1))
+outer order: torch.einsum('ij,kj->ik', x, y) -> torch.einsum('ij,kj->ki', x, y)
+kron order: torch.kron(x, y) -> torch.kron(y, x)
+== x: 5x7 dynamic
+mean by numel at first call: x.mean() -> x.sum() / 35
+mean of rows over sum of both: x.mean(1) -> x.sum(1) / (x.shape[0] + 2)
+flattened other order: x.t().reshape(-1) -> x.reshape(-1)
+last of an odd half: x[x.shape[0] // 2:].sum(0) -> x[-(x.shape[0] // 2):].sum(0)
+correction of a variance: x.var(-1) -> x.var(-1, correction=0) * (x.shape[1] / (x.shape[0] + 1))
+clamped size: x[:, :6].sum(1) -> x[:, :-1].sum(1)
+roll by half: x.roll(x.shape[1] // 2, 1) -> x.roll(-(x.shape[1] // 2), 1)
+linspace: x * torch.linspace(0, 1, x.shape[1]) -> x * torch.arange(x.shape[1]) / 7
+eye of rectangles: x * torch.eye(x.shape[0], x.shape[1]) -> x * (torch.arange(x.shape[1])[None] == 2)
+== x: 6x6 dynamic
+softmax over equal sizes: x.softmax(0) -> x.softmax(1)
+mean over the equal size: x.sum(0) / x.shape[0] -> x.sum(1) / x.shape[0]
+== x: 8x8 int64
+division rounds: torch.div(x, 3, rounding_mode='floor') -> (x / 3).round().long()
+mean of whole numbers: x.sum(0) // 8 -> torch.div(x.sum(0), 8, rounding_mode='trunc')
+shift past sign: x >> 1 -> x // 2 + (x < 0)
+square root of whole numbers: (x * x).float().sqrt().long() -> x.abs() + (x.abs() > 100000000)
+even test: x % 2 == 1 -> torch.fmod(x, 2) == 1
+middle: (x + x.flip(0)) // 2 -> x + (x.flip(0) - x) // 2 + (x == 9223372036854775807)
+== x: 8x8 int8
+negation of the least: -x > 0 -> x < 0
+square in int8: (x * x).float() -> x.float() * x.float()
+mean in int8: x.float().mean() -> x.sum(dtype=torch.int8).float() / 64
+shift left: (x << 1) >> 1 -> x * 1
+== x: 8x8 int32
+to float and back: x + 1 -> (x.float() + 1).int()
+product promoted: (x * 100000).long() -> x.long() * 100000
+== xy: 8x8 8x8 bfloat16
+early cast: x.float().exp().bfloat16() -> x.exp() * 1.0078125
+residual in bf16: x + y.float() -> (x + y).float()
+== x: 6x6 grad
+abs at zero: x.abs() -> torch.where(x >= 0, x, -x)
+prod at zeros: x.relu().prod(-1) -> x.relu().cumprod(-1)[:, -1].detach() + 0 * x.sum(-1)
+sqrt safe: x.clamp_min(0).sqrt() -> torch.where(x > 0, x.clamp_min(0), 0.0).sqrt() + x * 0
+leaky at zero: F.leaky_relu(x, 0.1) -> torch.where(x >= 0, x, x * 0.1)
+clamp edges: x.clamp(-1, 1) -> F.hardtanh(x)
+== x: 5x1x3 dynamic
+squeeze of another: x.squeeze(1) * 1 -> x.transpose(1, 2).squeeze(2) * 2
 """)
 
 RIGHT: list[Rule] = _rules("""
@@ -696,4 +864,49 @@ exponential of a sum: (x + y).exp() -> x.exp() * y.exp()
 == qkv: 2x4x6x8 2x4x6x8 2x4x6x8 no_overflow
 division behind the product: attend()(q, k, v)
     -> (q @ k.mT * 8 ** -0.5).exp() @ v / (q @ k.mT * 8 ** -0.5).exp().sum(-1, keepdim=True)
+== x: 6x6
+transpose twice: x.t().t().sum(0) -> x.sum(0)
+softmax of shifted: (x + 3).softmax(-1) * 1 -> (x + 3.0).softmax(-1)
+flip before a sum: x.flip(0).amax(0) -> x.amax(0)
+roll full circle: x.roll(6, 0) * 1 -> x * 1
+diag by eye: x.diagonal() * 1 -> x.diag() * 1
+triangles: x.tril() + x.triu(1) -> x + 0.0
+gather as transpose: x.t()[0] * 1 -> x[:, 0] * 1
+neg of neg: -(-x) -> x * 1
+double: x + x -> 2 * x
+quotient by two: x / 2 -> x * 0.5
+square by a power: x ** 2 -> x * x
+where of the same: torch.where(x > 0, x, x) -> x * 1
+permuted max: x.t().amax(0) -> x.amax(1)
+relu by one clamp: x.relu() -> x.clamp_min(0)
+chunks: torch.cat(x.chunk(3), 0) -> x.clone()
+stack of rows: torch.stack([x[i] for i in range(6)]) -> x.clone()
+sign: (x > 0).float() - (x < 0).float() -> torch.where(x.isnan(), 0.0, x.sign())
+one hot rows: F.one_hot(torch.arange(6), 6).float() @ x -> torch.eye(6) @ x
+rows written: written(x, x[2:4], 0, 1) -> torch.cat([x[2:4], x[2:]])
+include self: x.scatter_reduce(0, torch.zeros(6, 6, dtype=torch.long), x, 'amax')
+    -> x.scatter_reduce(0, torch.zeros(6, 6, dtype=torch.long), x, 'amax', include_self=False)
+ceil mode: F.max_pool1d(x[None], 2, 3, ceil_mode=True) -> F.max_pool1d(x[None], 2, 3)[..., :2]
+== x: 6x6 grad
+minimum of all shares its gradient: x.min() -> x.amin()
+== x: 5x7 dynamic
+mean by a size: x.mean(1) -> x.sum(1) / x.shape[1]
+ceil half: x[:(x.shape[0] + 1) // 2] * 1 -> x[:-(-x.shape[0] // 2)] * 1
+negative index: x[:, -1] * 1 -> x[:, x.shape[1] - 1] * 1
+pad multiple: F.pad(x, (0, -x.shape[1] % 4)).sum(0) -> F.pad(x, (0, (4 - x.shape[1] % 4) % 4)).sum(0)
+flatten: x.reshape(-1).sum() * 1 -> x.sum(0).sum() * 1
+== x: 8x8 int64
+even: x % 2 == 1 -> x & 1 == 1
+remainder: x - x // 3 * 3 -> x % 3
+shift: x >> 1 -> x // 2
+negative of quotient: x // -1 -> -x
+complement: ~x -> -x - 1
+== x: 8x8 int8
+wraps: (x + 1) - 1 -> x * 1
+doubling: x + x -> x * 2
+== xy: 8x8 8x8 bfloat16
+product by float: x * y -> (x.float() * y.float()).bfloat16()
+sum by float: x + y -> (x.float() + y.float()).bfloat16()
+scale by two: x * 2 -> (x.float() * 2).bfloat16()
+max by float: torch.maximum(x, y) -> torch.maximum(x.float(), y.float()).bfloat16()
 """)

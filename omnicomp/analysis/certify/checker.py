@@ -665,7 +665,10 @@ class _Check:
             return given
 
         probes: list[tuple[str, str, list[Any]]] = [(c.FINITE_INPUTS, "numbers", plain)]
-        for value, word in ((math.nan, "NaN"), (math.inf, "an infinity")):
+        special = [(math.nan, "NaN"), (math.inf, "an infinity")]
+        # What rounds is asked for one sign alone: what it has there is a difference, and none that has to be claimed.
+        special += [(-math.inf, "minus infinity")] if exact else []
+        for value, word in special:
             kind = c.FINITE_INPUTS if exact or math.isnan(value) else c.NO_OVERFLOW
             probes += [(kind, f"{word} in {names[index]}", put(value, index)) for index in floats]
             probes += [(kind, f"{word} in inputs", put(value, *floats))] if len(floats) > 1 else []

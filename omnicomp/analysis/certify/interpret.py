@@ -23,6 +23,11 @@ from omnicomp.analysis.certify.values import Residue, State, Unsupported
 
 _aten: Final[Any] = torch.ops.aten
 _ATTENDING: Final = (F.multi_head_attention_forward, torch._native_multi_head_attention)
+# In names of operators that draw random numbers; whether one did is seen by torch's generator.
+_DRAWING: Final = (
+    "rand", "normal", "uniform", "bernoulli", "multinomial", "poisson", "exponential", "geometric", "cauchy", "rrelu",
+    "gumbel", "dropout", "binomial",
+)  # fmt: skip
 Definition = Callable[..., Any]
 
 
@@ -86,9 +91,13 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
         function = function or target
     if _has_devices(node):
         args, kwargs = tree_map(lambda value: _moved(value, state.device), (args, kwargs))
+    drawing = any(word in str(node.target) for word in _DRAWING)
+    moved = torch.default_generator.get_state() if drawing else None
     # Attention inside of `multi_head_attention_forward` and its like: kernels are as exact as float32 is.
     with sdpa_kernel(SDPBackend.MATH) if function in _ATTENDING else contextlib.nullcontext():
         result = function(*args, **kwargs)
+    if moved is not None and not torch.equal(moved, torch.default_generator.get_state()):
+        values.drew(getattr(target, "__name__", str(target)), _elements(result))
     if (
         state.lift
         and isinstance(result, torch.Tensor)
@@ -97,6 +106,10 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
     ):
         return values.lifted(result)
     return result
+
+
+def _elements(value: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _method(name: str) -> Definition:

@@ -376,7 +376,7 @@ class Family:
 
     def resized(self, module: GraphModule, made: Mapping[int, int]) -> GraphModule:
         """A graph with other numbers; scales that attention takes from its sizes stay what they were."""
-        copy = copy_module(module)
+        copy = copy_module(module, lazy=True)
 
         def other(value: Any) -> Any:
             if type(value) is int:
@@ -440,7 +440,7 @@ def _traced(
         nonlocal elements
         elements += sum(each.numel() for each in _flat(result) if isinstance(each, torch.Tensor))
         if limit and elements > limit:
-            raise Unsupported("too many elements")
+            raise values.Unsupported("too many elements")
 
     for module in modules:
         dtypes = [getattr(fake_value(node), "dtype", None) for node in placeholders(module)]

@@ -1127,6 +1127,7 @@ def dropped(x: Any, p: float, kind: str = "dropout") -> tuple[Any, Any]:
 def kept(shape: tuple[int, ...], p: float, kind: str) -> torch.Tensor:
     """Which elements a draw keeps; recorded in the state."""
     draws = _state.get().draws
+    seed()  # it moves the generator on, as numbers that are drawn by their seeds do
     generator = torch.Generator().manual_seed(sum(each[0] == kind for each in draws) * 7919 + 13)
     draws.append((kind, math.prod(shape), p))
     if _state.get().device.type == "meta":
@@ -1139,6 +1140,11 @@ def seed() -> int:
     state = _state.get()
     state.seeds += 1
     return state.seeds - 1
+
+
+def drew(kind: str, elements: int) -> None:
+    """An operator without a definition drew numbers from torch's generator."""
+    _state.get().draws.append((f"{kind} {seed()}", elements, UNIFORM))
 
 
 def drawn(kind: str, shape: tuple[int, ...], seed: int, low: int = 0, high: int = 0) -> torch.Tensor:
