@@ -15,7 +15,8 @@ from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import record_retreat
 from omnicomp.errors import LegaliseError, PassError, first_line
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.base import CheckBudget, Pass, PassContext, run_pipeline
+from omnicomp.passes.base import Pass, PassContext, run_pipeline
+from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.registry import GROUP, Plugin, checked
 from omnicomp.passes.repairs import Repair

@@ -31,9 +31,9 @@ from omnicomp.builder.on_failure import write_script
 from omnicomp.errors import first_line
 from omnicomp.lowerings.override import planned_call, put_references
 from omnicomp.options.policy import Policy
-from omnicomp.passes.base import CheckBudget
 from omnicomp.passes.certificates import NotCertifiedError, certified
 from omnicomp.passes.changes import Change
+from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.timeline import Certified, current
 
 _ROUNDED = tuple(map(Assumption, (ROUNDING, NO_OVERFLOW, FINITE_INPUTS, NO_EMPTY_ROW)))

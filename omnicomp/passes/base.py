@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,33 +32,12 @@ from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
+from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
-
-# Inductor was seen to take 80 to 200 ms of a processor for a node of Dynamo's graphs, with a C++ compiler.
-_CHECKED_PER_NODE: Final = 0.004
-_LEAST_CHECKED: Final = 0.5
-
-
-@dataclasses.dataclass
-class CheckBudget:
-    """What the checks of a graph may take of a cold compilation: no more are begun when it is spent.
-
-    Attributes:
-        seconds: of the processor.
-        spent: how many were taken.
-    """
-
-    seconds: float
-    spent: float = 0.0
-
-    @classmethod
-    def of(cls, module: GraphModule) -> "CheckBudget":
-        """A twentieth of what Inductor takes for a graph of as many nodes, at least half a second."""
-        return cls(max(_LEAST_CHECKED, _CHECKED_PER_NODE * len(module.graph.nodes)))
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -31,8 +31,8 @@ from omnicomp.analysis.nodes import fake_value, module_path, source_line
 from omnicomp.errors import PassError, first_line
 from omnicomp.options.digest import package_digest
 from omnicomp.passes import assumptions as masks
-from omnicomp.passes.base import CheckBudget
 from omnicomp.passes.changes import Change, UncutError, changes
+from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, dump_target, load_graph
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.verdicts import Checker

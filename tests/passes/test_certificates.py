@@ -15,7 +15,7 @@ from omnicomp import timeline
 from omnicomp._torch.fx import describe
 from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import insert_call
-from omnicomp.passes import Pass, PassContext, PassResult, base, certificates, run_pipeline
+from omnicomp.passes import Pass, PassContext, PassResult, certificates, check_budget, run_pipeline
 from omnicomp.passes.attention import assume
 from omnicomp.passes.legalise import Legalise
 from omnicomp.timeline import Certified
@@ -143,8 +143,8 @@ def test_outside_checks_none_of_omnicomps_own_passes():
 def test_what_is_behind_the_budget_is_told_to_be_unchecked_and_passes_from_outside_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(base, "_LEAST_CHECKED", 0.0)
-    monkeypatch.setattr(base, "_CHECKED_PER_NODE", 0.0)
+    monkeypatch.setattr(check_budget, "_LEAST_CHECKED", 0.0)
+    monkeypatch.setattr(check_budget, "_CHECKED_PER_NODE", 0.0)
     attended(certify="new")
     (own,) = (event for event in certified() if event.name == "attention_fusion")
     assert own.verdict == certify.ASSUMED
