@@ -20,8 +20,6 @@ CACHE.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.pop("OMNICOMP_TIMELINE", None)
-# Each test has a cache of its own, and would check the same rewrites again; tests of certificates ask for that.
-os.environ.setdefault("OMNICOMP_CERTIFY", "outside")
 # Kernels of Triton run on tensors of the CPU where there is no GPU; Triton reads this when it is imported.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")

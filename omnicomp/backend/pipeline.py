@@ -22,7 +22,7 @@ from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
-from omnicomp.backend import earlier, weight_inputs
+from omnicomp.backend import weight_inputs
 from omnicomp.backend.autograd import compile_parts, uses_inductor
 from omnicomp.backend.bit_equality import compared
 from omnicomp.backend.block_overrides import late_overrides, override_blocks
@@ -349,9 +349,11 @@ def reset() -> None:
 
     `torch.compiler.reset()` calls it.
     """
+    from omnicomp.backend import earlier
+
     current().mark_reset()
-    compile_fx.reset_cudagraphs()
     earlier.forget()
+    compile_fx.reset_cudagraphs()
     verdicts.forget()
     weights.clear()
 

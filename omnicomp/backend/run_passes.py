@@ -16,7 +16,6 @@ from omnicomp.backend.retreat import record_retreat
 from omnicomp.errors import LegaliseError, PassError, first_line
 from omnicomp.passes.assumptions import Assumption
 from omnicomp.passes.base import Pass, PassContext, run_pipeline
-from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.passes.registry import GROUP, Plugin, checked
 from omnicomp.passes.repairs import Repair
@@ -78,7 +77,6 @@ def run_passes(
             answers=answers,
             replay=graph.policy.verdicts == "use",
             certify=graph.policy.certify,
-            budget=CheckBudget.of(module) if graph.policy.certify == "new" else None,
         )
         try:
             passed = _run(line, module, context, graph, foreign=foreign, left_out={**left_out, **suspected})

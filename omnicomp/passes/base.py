@@ -32,7 +32,6 @@ from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
@@ -65,7 +64,6 @@ class PassContext:
         replay: whether a pass may do what it did before for the same graph, in this process or another.
         certify: the option: which changes of passes are checked.
         certificates: those of this compilation, by key.
-        budget: what the checks of omnicomp's own passes may take; None: all that they need.
         settled: what `settle` was asked: the question, the guess, and the class.
     """
 
@@ -91,7 +89,6 @@ class PassContext:
     replay: bool = False
     certify: str = "off"
     certificates: dict[str, Certificate] = dataclasses.field(default_factory=dict[str, Certificate])
-    budget: CheckBudget | None = None
     settled: list[tuple[Assumption, MaskClass, MaskClass]] = dataclasses.field(
         default_factory=list[tuple[Assumption, MaskClass, MaskClass]]
     )
@@ -407,7 +404,9 @@ def _run_pass(item: Pass, module: GraphModule, context: PassContext, *, check: b
 def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, check: bool, strict: bool) -> bool:
     fingerprint = _fingerprint(region)
     known, outputs = set(region.graph.nodes), _outputs(region)
-    certified = context.certify in ("new", "always") or (strict and context.certify == "outside")
+    # What a repair changes is wrong in the definitions that it would be compared by, or in how torch compiles them.
+    own = item.checked and context.certify in ("new", "always")
+    certified = own or (strict and context.certify != "off")
     old = copy_module(region, lazy=True) if strict or certified else None
     before = old if strict else None
     result: Any = item.run(region, context)
@@ -433,20 +432,22 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
         if (check and item.checked) or strict:
             _verify(item, region, outputs, before, context)
         if certified and old is not None:
-            _certify(item, region, old, context, None if strict else context.budget)
+            _certify(item, region, old, context, strict=strict)
     return really
 
 
-def _certify(
-    item: Pass, region: GraphModule, old: GraphModule, context: PassContext, budget: CheckBudget | None
-) -> None:
+def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassContext, *, strict: bool) -> None:
     """Check what a pass changed; what computes something else is taken back.
 
     Raises:
         NotCertifiedError: that can't be told from the rest.
     """
     from omnicomp.passes.certificates import certified
+    from omnicomp.passes.check_budget import CheckBudget
 
+    budget = None
+    if context.certify == "new" and not strict:  # omnicomp's own passes have one together
+        budget = context.memo.setdefault("check_budget", CheckBudget.of(context.root or region))
     found = certified(
         item.name,
         item.claims(context),

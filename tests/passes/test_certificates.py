@@ -128,16 +128,15 @@ def attended(**options: str) -> None:
     assert {site.name for site in graph.rewrites} == {"attention_fusion", "doubling"}
 
 
-def test_by_default_all_passes_are_checked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("OMNICOMP_CERTIFY", raising=False)
+def test_by_default_passes_from_outside_are_checked_and_those_of_omnicomp_are_not():
     attended()
+    assert {event.name for event in certified()} == {"doubling"}
+
+
+def test_new_checks_omnicomps_own_passes_too():
+    attended(certify="new")
     assert [event.verdict for event in certified() if event.name == "attention_fusion"] == [certify.PROVED]
     assert {event.name for event in certified()} == {"doubling", "attention_fusion"}
-
-
-def test_outside_checks_none_of_omnicomps_own_passes():
-    attended(certify="outside")
-    assert {event.name for event in certified()} == {"doubling"}
 
 
 def test_what_is_behind_the_budget_is_told_to_be_unchecked_and_passes_from_outside_have_none(

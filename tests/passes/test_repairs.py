@@ -271,3 +271,9 @@ def test_multi_margin_loss_of_a_single_sample(reduction: str) -> None:
 def test_under_inductor() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     check(F.multilabel_margin_loss, x, torch.tensor(LABELS["ended"]), options=None)
+
+
+@pytest.mark.parametrize("certify", ["new", "always"])
+def test_certificates_take_no_repair_back(certify: str) -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    check(F.multilabel_margin_loss, x, torch.tensor(LABELS["ended"]), options={**EAGER, "certify": certify})
