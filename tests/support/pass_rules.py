@@ -678,6 +678,10 @@ leaky at zero: F.leaky_relu(x, 0.1) -> torch.where(x >= 0, x, x * 0.1)
 clamp edges: x.clamp(-1, 1) -> F.hardtanh(x)
 == x: 5x1x3 dynamic
 squeeze of another: x.squeeze(1) * 1 -> x.transpose(1, 2).squeeze(2) * 2
+== qkv: 2x4x6x8 2x4x9x8 2x4x9x8 dynamic
+queries before every key: corner(True)(q, k, v)
+    -> sdpa(attn_mask=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    .tril(k.shape[-2] - q.shape[-2]))(q, k, v)
 """)
 
 RIGHT: list[Rule] = _rules("""
@@ -813,10 +817,11 @@ amax of all: x.max() -> x.amax()
 gradient of attention: attend()(q, k, v) -> sdpa()(q, k, v)
 == x: 6x6 finite_inputs rounding
 claimed zeros: x * 0 -> torch.zeros_like(x)
-== qkv: 2x4x6x8 2x4x9x8 2x4x9x8 dynamic
+== qkv: 2x4x6x8 2x4x9x8 2x4x9x8
 tril of the other corner: corner(True)(q, k, v)
     -> sdpa(attn_mask=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
     .tril(k.shape[-2] - q.shape[-2]))(q, k, v)
+== qkv: 2x4x6x8 2x4x9x8 2x4x9x8 dynamic
 causal of the first corner: corner(False)(q, k, v) -> F.scaled_dot_product_attention(q, k, v, is_causal=True)
 == qkv: 1x6x5x4 1x3x5x4 1x3x5x4
 groups by expand: k.repeat_interleave(2, 1) * v.repeat_interleave(2, 1)
