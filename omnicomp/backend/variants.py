@@ -70,12 +70,9 @@ class Checks:
         return Memo(self._positions, self._constants)
 
     def begin(self, args: Sequence[Any]) -> Look:
-        """Have the device look at the inputs of a call, without waiting for it.
+        """Recall what is known of the inputs of a call.
 
-        On an accelerator, reading the verdicts waits for the device, unless those on these tensors are known.
-
-        Raises:
-            Exception: whatever a check raises.
+        On an accelerator, the verdicts wait for the device, unless those on these tensors are known.
         """
         values = self.inputs(args)
         return self._checker.begin([[values[i] for i in wanted] for wanted in self._wanted])
@@ -217,7 +214,9 @@ class Variants:
         likely = self._likely(look)
         if likely is None:
             return self._run(self._found(look, args), args)
-        # The device would idle until the host has read the verdict: the likely variant is run meanwhile.
+        # The device would idle until the host has read the verdict: the likely variant is run meanwhile. The check is
+        # launched behind it, as the device may have nothing else to do yet, and does not wait for it.
+        look.mark()
         states = generator_states({x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda})
         error: Exception | None = None
         result = None
@@ -254,16 +253,12 @@ class Variants:
                 self._note(variant, args)
 
     def _begun(self, args: Sequence[Any]) -> Look | None:
-        """What the device was asked of a call's inputs; None if the general variant serves it anyway."""
+        """What is known of a call's inputs; None if the general variant serves it anyway."""
         if self._stopped or self._capturing():
             # What is captured is replayed with other values in the same tensors.
             return None
         try:
-            look = self._checks.begin(args)
-            if (reason := unusable()) is not None and not self._told_slower:
-                self._told_slower = True
-                self._record("slower", GENERAL, reason=reason)
-            return look
+            return self._checks.begin(args)
         except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, and the general variant is right
             self._give_up(error)
             return None
@@ -279,6 +274,9 @@ class Variants:
         """The variant for the verdicts of a call; waits for the device."""
         try:
             case = _case(look.verdicts())
+            if (reason := unusable()) is not None and not self._told_slower:
+                self._told_slower = True
+                self._record("slower", GENERAL, reason=reason)
         except Exception as error:  # noqa: BLE001 - becomes a reason in the timeline, and the general variant is right
             self._give_up(error)
             return self._general

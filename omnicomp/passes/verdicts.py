@@ -6,9 +6,11 @@ arrays share memory with tensors and nothing waits, a verdict is known by the bi
 compares: that takes a fifth of a check.
 """
 
+import contextlib
+import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -280,9 +282,8 @@ class Checker:
         return self.begin(inputs).verdicts()
 
     def begin(self, inputs: Sequence[Sequence[Any]]) -> "Look":
-        """Have the device look at the inputs, without waiting for it; see `verdicts`."""
-        with torch.no_grad():
-            return Look(self, inputs)
+        """Recall what is known of the inputs; see `verdicts`."""
+        return Look(self, inputs)
 
     def learn(self, found: dict[int, Verdict]) -> None:
         """Expect what was the same twice. What changed may change again: it is looked at in full, at once."""
@@ -292,11 +293,11 @@ class Checker:
 
 
 class Look:
-    """What the device was asked about the inputs of a call, and what is to be expected of its answer."""
+    """What is known of the inputs of a call, what is to be expected of the rest, and what the device says of it."""
 
     def __init__(self, checker: Checker, inputs: Sequence[Sequence[Any]]) -> None:
-        """Recall what is known, and ask for the rest."""
-        self._checker = checker
+        """Recall what is known; the device is asked for the rest when the verdicts are wanted."""
+        self._checker, self._inputs = checker, inputs
         items = checker.items
         self._read = [[*values, *item.constants] for (item, _), values in zip(items, inputs, strict=True)]
         self._identities = [_identities(values) for values in self._read]
@@ -306,27 +307,41 @@ class Look:
             else (_bits_known.recall(item.shared_key, values) if _has_bits(values) else None)
             for (item, _), identities, values in zip(items, self._identities, self._read, strict=True)
         ]
-        missing = [index for index, verdict in enumerate(self._found) if verdict is None]
-        self._made = {index: items[index][1](*inputs[index]) for index in missing}
+        self._missing = [index for index, verdict in enumerate(self._found) if verdict is None]
         self._wanted = list(checker.expected)  # another thread may learn something else meanwhile
         self._whole: set[int] = set()  # what costs no more to be looked at in full
-        self._sent = _sent({index: self._asked(index, value) for index, value in self._made.items()})
+        self._made: dict[int, Any] = {}
+        asked = (value for index in self._missing for value in self._read[index] if isinstance(value, torch.Tensor))
+        self._devices = {value.device for value in asked if _waits(value)}
+        self._since: torch.cuda.Event | None = None
 
     @property
     def guess(self) -> list[Verdict] | None:
         """What the verdicts will be if nothing changed; None if that is not known, or nothing is waited for."""
-        if not any(event is not None for _, _, event in self._sent):
+        if not self._devices:
             return None
         likely = [self._wanted[i] if found is None else found for i, found in enumerate(self._found)]
         known = [verdict for verdict in likely if verdict is not None]
         return self._accepted(known) if len(known) == len(likely) else None
 
+    def mark(self) -> None:
+        """Have the device look at the inputs as they are now, beside what is launched until the verdicts are wanted.
+
+        What is launched must not write to the inputs.
+        """
+        if len(self._devices) == 1 and (device := next(iter(self._devices))).type == "cuda":
+            self._since = torch.cuda.current_stream(device).record_event()
+
     def verdicts(self) -> list[Verdict]:
         """Those of `Checker.verdicts`; waits for the device."""
-        if self._made:
+        if self._missing:
             with torch.no_grad():
-                self._judge()
-            self._made = {}
+                with _beside(self._devices, self._since):
+                    items = self._checker.items
+                    self._made = {index: items[index][1](*self._inputs[index]) for index in self._missing}
+                    sent = _sent({index: self._asked(index, value) for index, value in self._made.items()})
+                self._judge(sent)
+            self._missing, self._made = [], {}
         return self._accepted([verdict for verdict in self._found if verdict is not None])
 
     def _asked(self, index: int, made: Any) -> torch.Tensor:
@@ -337,9 +352,9 @@ class Look:
         expected = self._told(index)
         return reduced(made) if expected is None else is_of(made, expected).reshape(1)
 
-    def _judge(self) -> None:
+    def _judge(self, sent: "_Sent") -> None:
         found: dict[int, Verdict] = {}
-        for index, numbers in _read(self._sent).items():
+        for index, numbers in _read(sent).items():
             expected = self._told(index)
             if not self._checker.items[index][0].accepts:
                 found[index] = bool(numbers[0])
@@ -368,6 +383,30 @@ class Look:
     def _accepted(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         pairs = zip(self._checker.items, verdicts, strict=True)
         return [v.among(item.accepts) if isinstance(v, MaskClass) else v for (item, _), v in pairs]
+
+
+def _waits(value: torch.Tensor) -> bool:
+    """Whether the host waits for a device to know what is in a tensor."""
+    return value.is_cuda
+
+
+@contextlib.contextmanager
+def _beside(devices: set[torch.device], since: torch.cuda.Event | None) -> Generator[None]:
+    """Use a stream of its own, which does not wait for what was launched behind an event, if there is one."""
+    if since is None:
+        yield
+        return
+    (device,) = devices
+    stream = _stream(device)
+    stream.wait_event(since)
+    with torch.cuda.stream(stream):
+        yield
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One that is served first, as the host waits for it."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 _Sent = list[tuple[list[tuple[int, torch.Size]], torch.Tensor, Any]]

@@ -453,7 +453,7 @@ class Event:
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In which order the host waited for the device, and variants ran; the CPU counts as an accelerator."""
+    """In which order the device was asked and waited for, and variants ran; the CPU counts as an accelerator."""
     found: list[str] = []
     original = variants.Variants._compiled
 
@@ -469,7 +469,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(variants.Variants, "_compiled", compiled)
     monkeypatch.setattr(verdicts, "_remembers", lambda value: True)
-    monkeypatch.setattr(verdicts, "_copied", lambda value: (value.clone(), Event(found)))
+    monkeypatch.setattr(verdicts, "_waits", lambda value: True)
+    monkeypatch.setattr(verdicts, "_copied", lambda value: (found.append("asked"), (value.clone(), Event(found)))[1])
     verdicts.forget()
     return found
 
@@ -483,17 +484,17 @@ def steps(compiled: Any, model: Any, order: list[str], masks: Sequence[torch.Ten
     return " ".join(order).split("call ")[3:]
 
 
-def test_the_likely_variant_runs_before_the_verdict_is_read(order: list[str]) -> None:
+def test_the_likely_variant_runs_before_the_device_is_asked(order: list[str]) -> None:
     model = Model()
     compiled = torch.compile(model, backend="omni", options=EAGER)
     found = steps(compiled, model, order, [FULL, PADDED, PADDED, FULL, FULL, FULL])
     assert [step.split() for step in found] == [
-        ["assumed", "waited"],
-        ["assumed", "waited", "general"],
-        ["waited", "general"],
-        ["general", "waited", "assumed"],
-        ["waited", "assumed"],
-        ["assumed", "waited"],
+        ["assumed", "asked", "waited"],
+        ["assumed", "asked", "waited", "general"],
+        ["asked", "waited", "general"],
+        ["general", "asked", "waited", "assumed"],
+        ["asked", "waited", "assumed"],
+        ["assumed", "asked", "waited"],
     ]
 
 
@@ -505,7 +506,7 @@ def test_layers_behind_the_first_do_not_wait(order: list[str]) -> None:
         mask = FULL.clone()
         for layer in layers:
             check(layer, model, x, mask)
-    assert order == ["assumed", "waited", "assumed", "assumed"]
+    assert order == ["assumed", "asked", "waited", "assumed", "assumed"]
 
 
 class Writes(Model):
@@ -522,7 +523,7 @@ def test_what_leaves_something_behind_is_not_run_before_the_verdict(order: list[
     model = Writes()
     compiled = torch.compile(model, backend="omni", options=EAGER)
     with torch.no_grad():
-        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, FULL])] == ["waited"] * 2
+        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, FULL])] == ["asked"] * 2
     assert model.calls == 8
 
 
@@ -531,7 +532,7 @@ def test_what_counts_calls_sees_one(hooked: bool, order: list[str]) -> None:
     model, option = Model(), EAGER if hooked else {**EAGER, "triton.cudagraphs": True}
     compiled = torch.compile(model, backend="omni", options=option)
     with torch.autograd.graph.save_on_cpu() if hooked else contextlib.nullcontext():
-        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, FULL])] == ["waited"] * 2
+        assert [step.split()[0] for step in steps(compiled, model, order, [FULL, FULL])] == ["asked"] * 2
 
 
 def test_random_numbers_of_a_variant_that_was_wrong_are_drawn_again(order: list[str]) -> None:
@@ -546,4 +547,4 @@ def test_random_numbers_of_a_variant_that_was_wrong_are_drawn_again(order: list[
         found = compiled(x, mask.clone())
         torch.manual_seed(3)
         torch.testing.assert_close(found, model(x, mask))
-    assert order[-3:] == ["assumed", "waited", "general"]
+    assert order[-4:] == ["assumed", "asked", "waited", "general"]

@@ -415,6 +415,28 @@ def test_the_host_launches_a_call_with_a_new_mask_before_it_reads_the_verdict(mo
     assert "is_causal" in events(Rewrite)[0].detail
 
 
+def test_a_mask_is_looked_at_behind_what_the_program_launched_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assume, "worth", lambda *args, **kwargs: None)
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend(product(q, k) + mask, v)
+
+    q, k, v = (x.detach() for x in operands())
+    compiled = torch.compile(masked, backend="omni", fullgraph=True)
+    rows, columns = indices(q @ k.mT)
+    low = torch.finfo(q.dtype).min
+    with torch.no_grad():
+        for step in range(8):
+            mask = torch.zeros(1, 1, LENGTH, LENGTH, device="cuda", dtype=q.dtype)
+            hidden = columns > rows + (3 if step == 5 else 0)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            mask.masked_fill_(hidden, low)
+            found = compiled(q, k, v, mask)
+            torch.testing.assert_close(found, masked(q, k, v, mask), rtol=5e-2, atol=2e-2)
+    assert {event.state for event in events(Speculation) if event.variant == "assumed2"} >= {"compiled", "held"}
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", ["bools", "numbers", "call"])
 @pytest.mark.parametrize("size", [64, 128])
