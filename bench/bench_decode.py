@@ -184,9 +184,10 @@ def generate(arguments: argparse.Namespace) -> list[list[str]]:
         "inductor": {"backend": "inductor"},
         "omni": {"backend": "omni"},
         "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
-        "omni, recorded": {"backend": "omni", "options": {"cudagraphs": "auto"}},
     }
     for name, form in list(forms.items())[: 3 if arguments.device == "cpu" else None]:
+        if arguments.only and name not in arguments.only:
+            continue
         torch._dynamo.reset()
         model = build(arguments)
         if form:

@@ -330,7 +330,8 @@ class Look:
         What is launched must not write to the inputs.
         """
         if len(self._devices) == 1 and (device := next(iter(self._devices))).type == "cuda":
-            self._since = torch.cuda.current_stream(device).record_event()
+            self._since = torch.cuda.Event()
+            self._since.record(torch.cuda.current_stream(device))
 
     def verdicts(self) -> list[Verdict]:
         """Those of `Checker.verdicts`; waits for the device."""

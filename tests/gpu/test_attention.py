@@ -541,3 +541,16 @@ def test_a_mask_that_is_cast_where_flexattention_reads_it() -> None:
     torch.testing.assert_close(found, function(q, k, v, padding), atol=0.02, rtol=0.02)
     assert [event.target for event in events(Rewrite)] == ["flex_attention"]
     assert {event.lowering for event in events(Ran)} == {"inductor"}
+
+
+@pytest.mark.parametrize(("keys", "fused"), [(49, True), (256, False)])
+def test_trained_biases_of_small_windows_are_fused_without_being_timed(keys: int, fused: bool) -> None:
+    def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return attend(product(q, k) + bias, v)
+
+    q, k, v = (torch.randn(64, 4, keys, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(4, keys, keys, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(biased, backend="omni", options={"attention_seconds": 0.0})
+    compiled(q, k, v, bias).sum().backward()
+    assert len(events(Rewrite)) == fused
+    assert fused or [event.reason.code for event in events(NearMiss)] == ["not_profitable"]

@@ -192,7 +192,7 @@ def test_a_lowered_attention_takes_the_kernel_of_the_low_dtype(training: bool) -
         return torch.softmax(q @ k.transpose(-2, -1) * 0.125, -1) @ v
 
     q, k, v = (torch.randn(2, 8, 256, 64, device="cuda", requires_grad=training) for _ in range(3))
-    run = compile_with(attention, "bf16")
+    run = compile_with(attention, "bf16", attention_seconds=0.0)  # beside other processes, times tell little
     run(q, k, v)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = run(q, k, v)

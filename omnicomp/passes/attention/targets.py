@@ -36,8 +36,9 @@ from omnicomp.passes.base import PassContext
 
 # About half a millisecond on one core.
 _NEGLIGIBLE_FLOPS: Final = 1 << 25
-# T5 with 1024 tokens, training on an H200: 1.00 to 1.12 times the unfused time.
+# T5 with 1024 tokens, training on an H200: 1.00 to 1.12 times the unfused time. Windows of 49 keys: 0.62 of it.
 _TRAINED_PAIRS: Final = 2048 * 2048
+_TRAINED_WINDOW: Final = 64 * 64
 # Of torch's kernels, where rule and habit say nothing.
 _ORDER: Final = ("flash", "efficient", "cudnn")
 _Way = Callable[[Attempt], Chosen | None]
@@ -436,17 +437,17 @@ def _decided(
 
 
 def _check_trained_mask(site: Site, made: Parts) -> None:
-    """The one kernel of CUDA that differentiates a mask is slower than the unfused backward for short sequences.
+    """The one kernel of CUDA that differentiates a mask is slower than the unfused backward between two lengths.
 
     Raises:
-        MatchEnded: this one is short.
+        MatchEnded: this one is between them.
     """
     if made.mask is None or not fake_value(made.mask).requires_grad or site.fake().device.type != "cuda":
         return
     pairs = 1
     for axis in flat((*site.queries, *site.keys)):
         pairs *= hint_of(axis.size)
-    if pairs < _TRAINED_PAIRS:
+    if _TRAINED_WINDOW < pairs < _TRAINED_PAIRS:
         raise MatchEnded(
             site.output,
             "the mask requires grad, and the fused kernel's backward for that is not faster at this length",

@@ -6,9 +6,14 @@ import pytest
 import torch
 from fusion import Backend, compiled
 from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from omnicomp._torch.repairs.encoder_sizes import put_fake_layer
 from omnicomp.passes.attention import fuse
+from omnicomp.passes.attention.encoder_layers import why_called
 from omnicomp.passes.attention.site import MatchEnded
 from omnicomp.timeline import Rewrite
 
@@ -101,3 +106,28 @@ def test_what_is_not_fused_is_called_as_it_was(monkeypatch):
     assert len(called) == 3
     assert not any(node.target is torch.matmul for node in graph.graph.nodes)
     assert {(told.kept, told.detail) for told in backend.of(Rewrite)} == {(True, "its attention is not fused")}
+
+
+@pytest.mark.parametrize(("length", "few"), [(64, True), (2048, False)])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_small_layers_of_changing_sizes_stay_one_call_on_cuda(length, few, dynamic):
+    shapes = ShapeEnv()
+    symbol = shapes.create_symbol(length, ConstantSource("length"), DimDynamic.DYNAMIC)
+    size = shapes.create_symintnode(symbol, hint=length) if dynamic else length
+    graph, (weight, bias) = Graph(), ((2048, 512), (2048,))
+    with FakeTensorMode(shape_env=shapes), torch.device("cuda"):
+        src, weight, bias, mask = (
+            torch.empty(8, size, 512),
+            torch.empty(weight),
+            torch.empty(bias),
+            torch.empty(8, size),
+        )
+    arguments = torch.ops.aten._transformer_encoder_layer_fwd.default._schema.arguments
+    given = {"src": src, "embed_dim": 512, "num_heads": 8, "ffn_weight_1": weight, "mask": mask, "mask_type": 1}
+    args = [given.get(each.name, bias) for each in arguments]
+    nodes = [graph.placeholder(f"x{i}") if isinstance(x, torch.Tensor) else x for i, x in enumerate(args)]
+    for node, value in zip(nodes, args, strict=True):
+        if isinstance(value, torch.Tensor):
+            node.meta["example_value"] = value
+    why = why_called(graph.call_function(torch._transformer_encoder_layer_fwd, tuple(nodes)))
+    assert why.startswith("its sizes may change") == (few and dynamic)
