@@ -552,5 +552,5 @@ def test_trained_biases_of_small_windows_are_fused_without_being_timed(keys: int
     bias = torch.randn(4, keys, keys, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(biased, backend="omni", options={"attention_seconds": 0.0})
     compiled(q, k, v, bias).sum().backward()
-    assert len(events(Rewrite)) == fused
+    assert any("attention" in event.target for event in events(Rewrite)) == fused
     assert fused or [event.reason.code for event in events(NearMiss)] == ["not_profitable"]
