@@ -391,9 +391,32 @@ class _Check:
             choice = torch.tensor([limits.min, limits.max, limits.min + 1, limits.max - 1, limits.max // 3, 1, 2, low])
             wide[index] = choice[torch.randint(0, 8, value.shape, generator=generator)].to(value.dtype)
         with InPrecision(torch.float64):
-            doubles = [v.double() if _floating(v) else v for v in small]
-            witness = self._both(variant, doubles, "for whole numbers", _apart)
-        return witness or self._both(variant, wide, "for large whole numbers", _unequal)
+            doubles = [[v.double() if _floating(v) else v for v in given] for given in (small, wide)]
+            witness = self._both(variant, doubles[0], "for whole numbers", _apart)
+            witness = witness or self._both(variant, doubles[1], "for large whole numbers", _apart)
+        return witness or self._wide(variant, wide)
+
+    def _wide(self, variant: _Variant, given: Sequence[Any]) -> c.Witness | None:
+        """Where large whole numbers differ in a bit, or most bits are lost of what is made of them."""
+        words = "for large whole numbers"
+        try:
+            exact, sides = self._exact_of(variant, given), self._real(variant, given)
+        except Exception as error:  # noqa: BLE001 - such as indices that are none; becomes what the method says
+            self.methods.append(c.Method(name="numbers", holds=None, detail=_said(error)))
+            return None
+        for (place, true), (_, a), (_, b) in zip(exact, *sides, strict=True):
+            witness = None if _floating(a) and _floating(b) else _unequal(a, b)
+            if _floating(a) and _floating(b) and a.shape == b.shape and a.numel():
+                error, allowed = relative_error(b, true), relative_error(a, true)
+                if bool((a.isfinite() & ~b.isfinite()).any()):
+                    self._differ(c.FINITE_RESULTS, words.removeprefix("for "))
+                elif math.isfinite(allowed) and _lost(error, allowed, a.dtype):
+                    witness = c.Witness(
+                        method="numbers", detail=f"a relative error of {error:.2g} in place of {allowed:.2g}"
+                    )
+            if witness is not None:
+                return self._told(variant, place, words, witness)
+        return None
 
     def _gradients(self, variant: _Variant) -> c.Witness | None:
         """Where the gradients of the inputs that have one differ."""
@@ -449,11 +472,15 @@ class _Check:
         for (place, a), (_, b) in zip(*sides, strict=True):
             witness = compare(a, b)
             if witness is not None:
-                where = f"output {place}" if isinstance(place, int) else f"what is written to {place}"
-                detail = f"{where}, {words}: {witness.detail}"
-                self.methods.append(c.Method(name="numbers", holds=False, detail=detail))
-                return dataclasses.replace(witness, sizes=variant.shapes, seed=self.seed, output=place, detail=detail)
+                return self._told(variant, place, words, witness)
         return None
+
+    def _told(self, variant: _Variant, place: int | str, words: str, witness: c.Witness) -> c.Witness:
+        """A witness that says for which inputs results differ."""
+        where = f"output {place}" if isinstance(place, int) else f"what is written to {place}"
+        detail = f"{where}, {words}: {witness.detail}"
+        self.methods.append(c.Method(name="numbers", holds=False, detail=detail))
+        return dataclasses.replace(witness, sizes=variant.shapes, seed=self.seed, output=place, detail=detail)
 
     def _disagreement(self, variant: _Variant, seed: int) -> c.Witness | None:
         for turn, scale in enumerate((1.0, 3.0)):
@@ -580,7 +607,7 @@ class _Check:
                 limit = claimed if claimed is not None else 4.0 * allowed + (1.0 if recast else 16.0) * eps
                 if hard:
                     # Few bits may be left of what graphs have then; they may lose some more of them, and not all.
-                    if c.ROUNDING not in self.kinds and error > 64.0 * allowed + 4.0 * math.sqrt(eps):
+                    if c.ROUNDING not in self.kinds and _lost(error, allowed, own.dtype):
                         return refuted(f"output {place}: a relative error of {error:.2g}, for {hard}")
                     continue
                 worst = max(worst, error)
@@ -708,6 +735,11 @@ def _drawn(state: State) -> tuple[list[Any], list[Any]]:
     """The draws of a run: what is dropped in its order, and numbers by their seeds."""
     dropped = [each[1:] for each in state.draws if each[2] != values.UNIFORM]
     return dropped, sorted(each for each in state.draws if each[2] == values.UNIFORM)
+
+
+def _lost(error: float, allowed: float, dtype: torch.dtype) -> bool:
+    """Whether most bits of a result are lost where the graph as it was lost some, or none."""
+    return error > 64.0 * allowed + 4.0 * math.sqrt(torch.finfo(dtype).eps)
 
 
 def _floating(value: Any) -> bool:

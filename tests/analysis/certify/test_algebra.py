@@ -139,6 +139,7 @@ GROUPED = [HEADS[0], torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8)]
 LARGE = [torch.zeros(2, 32, 1, 128).expand(2, 32, 2048, 128), *2 * [torch.zeros(2, 8, 1, 128).expand(2, 8, 2048, 128)]]
 SQUARE = [torch.zeros(6, 6), torch.zeros(6, 6)]
 HALF = [torch.zeros(6, 6, dtype=torch.bfloat16)]
+BYTES = [torch.zeros(3, 64).bfloat16(), torch.zeros(16, 64, dtype=torch.int8), torch.zeros(16).bfloat16()]
 
 RIGHT: list[tuple[str, Function, Function, list[torch.Tensor]]] = [
     ("sdpa", eager, sdpa(), HEADS),
@@ -167,6 +168,12 @@ RIGHT: list[tuple[str, Function, Function, list[torch.Tensor]]] = [
         lambda x, a, b: torch.tensor_split(x @ torch.cat([a, b]).t(), [3], -1),
         [torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(5, 4)],
     ),
+    (
+        "scale of whole numbers",
+        lambda x, w, s: F.linear(x, w.to(x.dtype) * s[:, None]),
+        lambda x, w, s: F.linear(x, w.to(x.dtype)) * s,
+        BYTES,
+    ),
 ]
 
 WRONG: list[tuple[str, Function, Function, list[torch.Tensor]]] = [
@@ -191,6 +198,7 @@ WRONG: list[tuple[str, Function, Function, list[torch.Tensor]]] = [
     ("constant", lambda a, b, c: a + 1e-5, lambda a, b, c: a + 1e-6, HEADS),
     ("ties", lambda a, b: (a > b).float(), lambda a, b: (a >= b).float(), SQUARE),
     ("integers", lambda a, b: a.int().float(), lambda a, b: a * 1.0, SQUARE),
+    ("lost bits", lambda a: (a & 1).float(), lambda a: a.float() % 2, [torch.zeros(6, 6, dtype=torch.int32)]),
     ("dtype", lambda x: x.float() * 2, lambda x: x * 2, HALF),
     ("rounding", lambda x: (x.float() - x.float().mean(-1, True)).bfloat16(), lambda x: x - x.mean(-1, True), HALF),
 ]
