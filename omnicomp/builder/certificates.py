@@ -7,7 +7,7 @@ the cast of the parameter.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from omnicomp.analysis.certify import (
     DRAWS,
     FINITE_INPUTS,
     NO_EMPTY_ROW,
+    NO_GRADIENTS,
     NO_OVERFLOW,
     REFUTED,
     ROUNDING,
@@ -91,7 +92,7 @@ def certify_overrides(before: GraphModule, after: GraphModule, graph: str, polic
     """
     named = {node.name: call.item.name for node in after.graph.nodes if (call := planned_call(node, "")) is not None}
     try:
-        found = _certified("override", before, after, graph, policy, prepare=_with_references)
+        found = _certified("override", _ROUNDED, before, after, graph, policy, prepare=_with_references)
     except NotCertifiedError as error:
         found = [error.event]
         after.graph = copy_module(before).graph
@@ -100,11 +101,17 @@ def certify_overrides(before: GraphModule, after: GraphModule, graph: str, polic
 
 
 def _certified(
-    name: str, before: GraphModule, after: GraphModule, graph: str, policy: Policy, **rest: Any
+    name: str,
+    claims: Sequence[Assumption],
+    before: GraphModule,
+    after: GraphModule,
+    graph: str,
+    policy: Policy,
+    **rest: Any,
 ) -> list[Certified]:
     always = policy.certify == "always"
     budget = None if always else CheckBudget.of(before)
-    return certified(name, _ROUNDED, before, after, graph=graph, known={}, always=always, budget=budget, **rest)
+    return certified(name, claims, before, after, graph=graph, known={}, always=always, budget=budget, **rest)
 
 
 def _renamed(event: Certified, named: Mapping[str, str]) -> Certified:
@@ -159,7 +166,7 @@ def certify_weights(
         made.graph.erase_node(nodes[name])
     made.recompile()
     try:
-        return _certified("weights", before, made, graph, policy)
+        return _certified("weights", (*_ROUNDED, Assumption(NO_GRADIENTS)), before, made, graph, policy)
     except NotCertifiedError as error:
         return [error.event]
 

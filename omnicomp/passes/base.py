@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.dynamo.late_compile import hinted, is_fake
 from omnicomp._torch.fx import Effects, copy_module, describe, effects, traced_again
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
-from omnicomp.analysis.certify import REFUTED, Certificate
+from omnicomp.analysis.certify import NO_GRADIENTS, REFUTED, Certificate
 from omnicomp.analysis.certify import Assumption as Claim
 from omnicomp.analysis.nodes import all_nodes, fake_value, module_path, op_name, source_line, submodules
 from omnicomp.devices import Device, primary_device
@@ -448,9 +448,11 @@ def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassCon
     budget = None
     if context.certify == "new" and not strict:  # omnicomp's own passes have one together
         budget = context.memo.setdefault("check_budget", CheckBudget.of(context.root or region))
+    results = [leaf for leaf in _outputs(old) if isinstance(leaf, torch.Tensor)]
+    differentiated = context.training or any(leaf.requires_grad for leaf in results)
     found = certified(
         item.name,
-        item.claims(context),
+        (*item.claims(context), *(() if differentiated else (Claim(NO_GRADIENTS),))),
         old,
         region,
         graph=context.graph_id,

@@ -263,6 +263,21 @@ def test_weights_of_torchs_own_attention_that_nothing_reads_are_proved_away(dyna
     assert certified()
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_gradients_are_compared_where_somebody_may_ask_for_them(differentiated: bool):
+    attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    torch.compiler.reset()
+    options = {"lowerings": ["eager"], "certify": "new"}
+    with torch.set_grad_enabled(differentiated):
+        torch.compile(lambda x: attention(x, x, x)[0], backend="omni", options=options)(torch.randn(2, 16, 64))
+    assert certified()
+    for event in certified():
+        assert (certify.NO_GRADIENTS in event.assumptions, "gradients" in event.methods) == (
+            not differentiated,
+            differentiated,
+        )
+
+
 def test_attention_with_a_mask_as_input_is_not_refuted():
     def attention(q, k, v, mask):
         scores = (q @ k.transpose(-2, -1) / 8**0.5).masked_fill(mask, torch.finfo(torch.float32).min)

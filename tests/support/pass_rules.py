@@ -481,6 +481,7 @@ quotients of a sum: x // 2 + y // 2 -> (x + y) // 2
 == xy: 6x6 6x6 grad
 gradient through detach: x.detach() * y + x -> x * y + x
 lost gradient: x * y + x -> x * y.detach() + x
+lost gradient where results are no numbers: x.sqrt() + y -> (x.sqrt() + y).masked_fill(x < 0, math.nan)
 gradient through no_grad: no_grad(x, y) -> y * x.sum() + x
 detached factor: (x @ y) * (x @ y).detach() -> (x @ y) * (x @ y)
 maximum with ties: torch.where(x > y, x, y) -> torch.maximum(x, y)
@@ -809,6 +810,10 @@ zero-dimensional: x * torch.tensor(2.0) -> x * 2
 exact power of two: x * 0.5 -> (x.float() / 2).bfloat16()
 == xy: 6x6 6x6 grad
 gradient in another order: (x * y).sum(-1) * 2 -> (2 * x * y).sum(-1)
+== xy: 6x6 6x6 grad finite_inputs
+lost gradient where results are no numbers, as claimed: x.sqrt() + y -> (x.sqrt() + y).masked_fill(x < 0, math.nan)
+== xy: 6x6 6x6 grad no_gradients
+lost gradient that nobody asks for: x * y + x -> x * y.detach() + x
 == x: 6x6 grad
 gradient of a softmax: x.exp() / x.exp().sum(-1, keepdim=True) -> x.softmax(-1)
 detached maximum: x.softmax(-1) -> (e := (x - x.amax(-1, True).detach()).exp()) / e.sum(-1, True)

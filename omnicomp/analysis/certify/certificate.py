@@ -18,6 +18,7 @@ STRIDES: Final = "strides"
 DTYPES: Final = "dtypes"
 DRAWS: Final = "draws"
 BLOCKS: Final = "blocks"
+NO_GRADIENTS: Final = "no_gradients"
 
 KINDS: Final[Mapping[str, str]] = {
     FINITE_INPUTS: "no input holds an infinity or NaN, but for -inf in masks, and no operator makes one of numbers",
@@ -33,6 +34,7 @@ KINDS: Final[Mapping[str, str]] = {
     DTYPES: "results may have other dtypes, of floating-point, complex or whole numbers as before",
     DRAWS: "random numbers may be drawn otherwise, with the same distribution",
     BLOCKS: "the block mask lists every block in which its predicate holds, and calls no other one full",
+    NO_GRADIENTS: "nobody asks for gradients",
 }
 """The kinds of assumptions, and what each says."""
 

@@ -422,42 +422,66 @@ class _Check:
         """Where the gradients of the inputs that have one differ."""
         fakes = [fake_value(node) for node in sizes.placeholders(self.before)]
         asked = [i for i, v in enumerate(fakes) if _floating(v) and v.requires_grad]
-        if not asked:
+        if not asked or c.NO_GRADIENTS in self.kinds:
             return None
-
-        def made(module: GraphModule, given: Sequence[Any]) -> list[tuple[int | str, Any]]:
-            given = [v.clone().double().requires_grad_(i in asked) if _floating(v) else v for i, v in enumerate(given)]
-            ends = [v for _, v in self._side(module, given, State()) if _floating(v) and v.requires_grad]
-            generator = torch.Generator().manual_seed(self.seed)
-            weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64) for v in ends]
-            read = [given[i] for i in asked]
-            found = (
-                torch.autograd.grad(ends, read, weights, materialize_grads=True)
-                if ends
-                else map(torch.zeros_like, read)
-            )
-            return [(variant.wanted[i][0], v) for i, v in zip(asked, found, strict=True)]
-
         drawn = inputs.draw(variant.wanted, variant.masks, self.seed + 5, numbers=True)
         ties = self._coarse(variant, 1.0)
         for index in asked:
             ties[index][:1] = 0.0
         for given, words in ((drawn, ""), (ties, ", for numbers of which some are equal or zero")):
             try:
-                with InPrecision(torch.float64), torch.enable_grad():
-                    sides = [made(module, given) for module in (variant.before, variant.after)]
+                wrong = self._other_gradient(variant, asked, given)
+                if wrong is not None and self._other_gradient(variant, asked, given, of_numbers=True) is None:
+                    self._differ(c.FINITE_INPUTS, f"the gradient of {wrong[0]} by results that are no numbers")
+                    wrong = None
             except Exception as error:  # noqa: BLE001 - becomes what the method says
                 self.methods.append(c.Method(name="gradients", holds=None, detail=_said(error)))
                 return None
-            for (name, a), (_, b) in zip(*sides, strict=True):
-                witness = _apart(a, b, floor=1e-10)
-                if witness is None and bool((a.isfinite() & ~b.isfinite()).any()):
-                    witness = c.Witness(method="gradients", detail="numbers became infinities or NaN")
-                if witness is not None:
-                    detail = f"the gradient of {name}{words}: {witness.detail}"
-                    self.methods.append(c.Method(name="gradients", holds=False, detail=detail))
-                    return dataclasses.replace(witness, sizes=variant.shapes, seed=self.seed + 5, detail=detail)
+            if wrong is not None:
+                name, witness = wrong
+                detail = f"the gradient of {name}{words}: {witness.detail}"
+                self.methods.append(c.Method(name="gradients", holds=False, detail=detail))
+                return dataclasses.replace(witness, sizes=variant.shapes, seed=self.seed + 5, detail=detail)
         self.methods.append(c.Method(name="gradients", holds=True))
+        return None
+
+    def _other_gradient(
+        self, variant: _Variant, asked: Sequence[int], given: Sequence[Any], *, of_numbers: bool = False
+    ) -> tuple[str, c.Witness] | None:
+        """The first input whose gradients differ, with the difference.
+
+        Args:
+            variant: the graphs.
+            asked: the places of the inputs with gradients.
+            given: the inputs.
+            of_numbers: whether a loss is differentiated that reads no infinity or NaN of the first graph's results: of
+                one that does, gradients say little.
+        """
+        read: dict[int, torch.Tensor] = {}
+
+        def made(module: GraphModule) -> list[torch.Tensor]:
+            own = [v.clone().double().requires_grad_(i in asked) if _floating(v) else v for i, v in enumerate(given)]
+            ends = [v for _, v in self._side(module, own, State()) if _floating(v) and v.requires_grad]
+            generator = torch.Generator().manual_seed(self.seed)
+            weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64) for v in ends]
+            if of_numbers:
+                weights = [
+                    torch.where(read.setdefault(i, v.detach().isfinite()), weight, 0.0)
+                    for i, (v, weight) in enumerate(zip(ends, weights, strict=True))
+                ]
+            wanted = [own[i] for i in asked]
+            if not ends:
+                return list(map(torch.zeros_like, wanted))
+            return list(torch.autograd.grad(ends, wanted, weights, materialize_grads=True))
+
+        with InPrecision(torch.float64), torch.enable_grad():
+            sides = [made(module) for module in (variant.before, variant.after)]
+        for i, a, b in zip(asked, *sides, strict=True):
+            witness = _apart(a, b, floor=1e-10)
+            if witness is None and bool((a.isfinite() & ~b.isfinite()).any()):
+                witness = c.Witness(method="gradients", detail="numbers became infinities or NaN")
+            if witness is not None:
+                return variant.wanted[i][0], witness
         return None
 
     def _both(
