@@ -45,7 +45,7 @@ from omnicomp.runtime.guard import Guard, beside_collectives, drawing_devices, o
 from omnicomp.runtime.recording import record_calls
 from omnicomp.runtime.verify import Verifier
 from omnicomp.runtime.wrappers import Wrapped, wrap
-from omnicomp.timeline import NodePlacement, Reason
+from omnicomp.timeline import Certified, NodePlacement, Reason
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump, dump_placement
 from omnicomp.timeline.recorder import record_step_down
@@ -120,6 +120,7 @@ class _Builder:
         self._unshared = unshared  # why a whole part is built without regions
         self._asked: set[str] = set()  # nodes for which overrides were asked
         self._declined: list[NodePlacement] = []
+        self._certificates: list[Certified] = []  # of overrides
 
     def build(self) -> Any:
         known = self._failures.known()
@@ -150,6 +151,7 @@ class _Builder:
                 self._module = copy_module(self.plain)
                 self._asked.clear()
                 self._declined.clear()
+                self._certificates.clear()
                 self._override()
                 gather_getitems(self._module)
                 plan = self._place()
@@ -185,7 +187,8 @@ class _Builder:
     def _record(self, plan: Plan, pieces: Sequence[Piece] = ()) -> PartRecord:
         names = [each.name for each in self._lowerings]
         blocks = () if self._context.part == "backward" else self._context.graph.declined
-        return PartRecord(self._module, plan, (*blocks, *self._declined), self._context, names, pieces)
+        refused = (*blocks, *self._declined)
+        return PartRecord(self._module, plan, refused, self._context, names, pieces, self._certificates)
 
     def _override(self) -> None:
         """Put in the overrides of the nodes that all before them refuse by now; each node is asked about once.
@@ -215,8 +218,7 @@ class _Builder:
         if before is not None:
             from omnicomp.builder.certificates import certify_overrides
 
-            for event in certify_overrides(before, self._module, context.graph_id, context.policy):
-                context.timeline.append(event)
+            self._certificates += certify_overrides(before, self._module, context.graph_id, context.policy)
         if any(left.values()):  # a part that may be cut
             gather_getitems(self._module)
 

@@ -38,6 +38,7 @@ from omnicomp.timeline import (
     Attempt,
     Boundary,
     Cache,
+    Certified,
     Event,
     NodePlacement,
     Option,
@@ -66,6 +67,7 @@ class PartRecord:
         context: LoweringContext,
         names: Sequence[str],
         pieces: Sequence[Piece] = (),
+        certificates: Sequence[Certified] = (),
     ) -> None:
         """Describe a part before it is built: Inductor changes the graph that it is given."""
         self._context = context
@@ -89,6 +91,7 @@ class PartRecord:
             piece = pieces[index] if pieces else None
             self._describe(index, run.lowering, run.nodes, _boundary(module, piece), whole=piece is None)
         self._boundaries = boundaries(pieces, context)
+        self._certificates = list(certificates)
 
     def subgraph_id(self, index: int) -> str:
         """Id of a subgraph of this part."""
@@ -101,11 +104,12 @@ class PartRecord:
             dataclasses.replace(row, repeats=shared.calls, left_whole=shared.left_whole) if row.subgraph == id else row
             for row in self._subgraphs
         ]
+        self._certificates += shared.certificates
 
     def dumps(self) -> str:
         """The record as text for the artefact."""
         attempts = self._attempts([("", 0.0)] * len(self._plan.runs))
-        events: list[Event] = [self._placement, *self._subgraphs, *self._boundaries, *attempts]
+        events = [*self._certificates, self._placement, *self._subgraphs, *self._boundaries, *attempts]
         kept = [_without_identity(event, self._whole) for event in events]
         text = json.dumps(self._context.graph.places.leave_out(kept), sort_keys=True)
         return text.replace(f'"{self._context.part_id}', '"@')
@@ -116,7 +120,8 @@ class PartRecord:
 
     def emit_pieces(self, builds: Sequence[tuple[str, float]]) -> None:
         """Record that every subgraph was built; `builds` has the artefact and the seconds of each."""
-        self._append(self._placement, *self._subgraphs, *self._boundaries, *self._attempts(builds))
+        events = self._placement, *self._subgraphs, *self._boundaries, *self._attempts(builds)
+        self._append(*self._certificates, *events)
 
     def emit_empty(self) -> None:
         """Record a part without operators: it only passes its inputs on."""
@@ -304,6 +309,8 @@ def emit_cudagraphs_off(context: LoweringContext) -> None:
 
 def _without_identity(event: Event, whole: bool) -> dict[str, Any]:
     dropped = _UNRECORDED
+    if isinstance(event, Certified):
+        dropped += ("seconds", "kept")
     if isinstance(event, (Subgraph, Boundary)):
         places = whole and isinstance(event, Subgraph) and "/" not in event.subgraph
         dropped += (*_HINTS, *_PLACES) if places else _HINTS
@@ -436,6 +443,8 @@ def read_record(
             overrides += _calls_again(event)
         elif isinstance(event, Attempt) and event.selected and event.lowering == MAIN.name:
             event = dataclasses.replace(event, artefact=artefacts.get(event.subgraph, ""))
+        elif isinstance(event, Certified):
+            event = dataclasses.replace(event, kept=True)
         if event is not None:
             timeline.append(event)
     return subgraphs, overrides

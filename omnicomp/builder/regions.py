@@ -22,7 +22,7 @@ from omnicomp.analysis.nodes import fake_value, module_path
 from omnicomp.analysis.repeats import Repeat, Rules, find_repeats
 from omnicomp.builder.partition import gather_getitems
 from omnicomp.lowerings.base import LoweringContext
-from omnicomp.timeline import Reason
+from omnicomp.timeline import Certified, Reason
 from omnicomp.timeline.reasons import common_path
 
 SMALLEST: Final = 32
@@ -40,6 +40,7 @@ class Shared:
     # How often a region is called, by the module path of its first call and the number of its operators.
     calls: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     left_whole: Reason | None = None  # why nothing is; None also where the graph is too small to tell of
+    certificates: tuple[Certified, ...] = ()  # of the graph with calls
 
 
 def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
@@ -85,16 +86,17 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
         where = _share(module, nodes, repeat, f"repeated_{index}")
         calls[where] = calls.get(where, 0) + len(repeat.starts)
     graph.lint()
+    certificates: tuple[Certified, ...] = ()
     if before is not None:
         from omnicomp.builder.certificates import certify_calls, refuted
 
         found = certify_calls(before, module, context.graph_id)
-        context.timeline.append(found)
+        certificates = (found,)
         if refuted([found]):
             module.graph = before.graph
-            return Shared(left_whole=left_whole(refuted([found])))
+            return Shared(left_whole=left_whole(refuted([found])), certificates=certificates)
     module.recompile()
-    return Shared(calls=calls)
+    return Shared(calls=calls, certificates=certificates)
 
 
 def left_whole(why: str, *, lever: str = "options={'regions': 'never'} does not look for any") -> Reason:

@@ -383,7 +383,7 @@ class Policy:
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""
         parts = {name: getattr(self, name) for name, spec in SPECS.items() if spec.in_digest}
-        made = {"choose": self.choose, "rules": self.rules, "records": self.records}
+        made = {"choose": self.choose, "rules": self.rules, "records": self.records, "certifies": self.certifies}
         return {**parts, **made, "dtype_policy": str(self.dtype_policy)}
 
 

@@ -301,7 +301,7 @@ class Certified(Event):
         probability: base-2 logarithm of the probability that graphs that differ are accepted; 0 if there is no bound.
         nodes: names of the nodes that the pass put there.
         key: of the certificate and of both graphs, in the cache.
-        kept: whether it was found there, and nothing was checked.
+        kept: whether it was found there, or came with the artefact of a part, and nothing was checked.
         seconds: wall time.
         reproducer: path of a script of torch alone, for a pass of Inductor's that was refuted.
     """

@@ -239,7 +239,7 @@ def test_an_edited_pass_is_named_and_its_new_rewrite_runs(tmp_path: Path, monkey
         import scale_pass  # pyright: ignore[reportMissingImports]
 
         monkeypatch.setattr(passes, "PIPELINE", (scale_pass.Scale(),))
-        found.append(compiled(lambda x: x.sin() * 2, torch.ones(5)))
+        found.append(compiled(lambda x: x.sin() * 2, torch.ones(5), certify="off"))  # it is wrong on purpose
     for factor, (result, _) in zip((3, 4), found, strict=True):
         torch.testing.assert_close(result, torch.ones(5).sin() * factor)
     assert "pass scale: edited" in found[1][1][-1].changed

@@ -25,8 +25,9 @@ f(torch.ones(2, 3))
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    graph_dump.write_to(tmp_path)
-    yield tmp_path
+    folder = tmp_path / "graphs"  # beside the folder of the caches
+    graph_dump.write_to(folder)
+    yield folder
     graph_dump.write_to(None)
 
 
