@@ -59,7 +59,7 @@ def _certified(module: GraphModule, narrow: GraphModule, lifted: Lifted, graph: 
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     taken = [node.name for node in narrow.graph.find_nodes(op="placeholder")]
     forms = {
-        taken[lifted.order.index(len(names) + place)]: (names[source], form.of)
+        taken[lifted.order.index(len(names) + place)]: (names[source], form)
         for place, (source, form) in enumerate(zip(lifted.sources, lifted.forms, strict=True))
     }
     found = certify_weights(module, narrow, forms, graph.id, graph.policy)

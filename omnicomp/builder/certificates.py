@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from omnicomp._torch.fx import copy_module, traced_again
@@ -36,6 +37,7 @@ from omnicomp.passes.certificates import NotCertifiedError, certified
 from omnicomp.passes.changes import Change
 from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.timeline import Certified, current
+from omnicomp.weights.cast_copies import Form
 
 _ROUNDED = tuple(map(Assumption, (ROUNDING, NO_OVERFLOW, FINITE_INPUTS, NO_EMPTY_ROW)))
 # Attention's patterns take a dropout into the kernel, which draws by itself.
@@ -133,7 +135,7 @@ def _traced(after: GraphModule) -> GraphModule:
 def certify_weights(
     before: GraphModule,
     after: GraphModule,
-    forms: Mapping[str, tuple[str, Callable[[Any], Any]]],
+    forms: Mapping[str, tuple[str, Form]],
     graph: str,
     policy: Policy,
 ) -> list[Certified]:
@@ -142,7 +144,7 @@ def certify_weights(
     Args:
         before: the graph as it was.
         after: the graph as it is.
-        forms: for each new placeholder its parameter, and what makes the one of the other.
+        forms: for each new placeholder its parameter, and the form in which it has that.
         graph: its id.
         policy: the user's options.
     """
@@ -157,9 +159,11 @@ def certify_weights(
             made.graph.erase_node(nodes[node.name])
         again.name = node.name
         nodes[node.name] = again
+    bodies: dict[tuple[Form, str], Graph] = {}
     for name, (parameter, form) in forms.items():
         with made.graph.inserting_before(nodes[name]):
-            body = _traced(_calling(form, nodes[parameter])).graph
+            key = form, _described(fake_value(nodes[parameter]))
+            body = bodies[key] = bodies.get(key) or _traced(_calling(form.of, nodes[parameter])).graph
             (given,) = body.find_nodes(op="placeholder")
             value: Any = made.graph.graph_copy(body, {given: nodes[parameter]})
         nodes[name].replace_all_uses_with(value)
@@ -169,6 +173,10 @@ def certify_weights(
         return _certified("weights", (*_ROUNDED, Assumption(NO_GRADIENTS)), before, made, graph, policy)
     except NotCertifiedError as error:
         return [error.event]
+
+
+def _described(value: Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
 
 
 def _calling(function: Callable[[Any], Any], operand: Node) -> GraphModule:
