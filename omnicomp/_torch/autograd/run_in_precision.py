@@ -64,7 +64,7 @@ class InPrecision(TorchDispatchMode):
             return func(*args, **kwargs)
         args, kwargs = self._operands(func, args, kwargs, self._wide)
         result = func(*args, **kwargs)
-        return result if func._schema.is_mutable else tree_map(self._wide, result)
+        return result if func._schema.is_mutable else _mapped(self._wide, result)
 
     def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.name() in _INLINE and callable(args[0]):
@@ -115,7 +115,7 @@ class InPrecision(TorchDispatchMode):
         """The arguments, with those that are only read cast; what is written to must have the dtype already."""
 
         def each(value: Any, written: bool) -> Any:
-            return tree_map((cast_written or self._check) if written else cast, value)
+            return _mapped((cast_written or self._check) if written else cast, value)
 
         schema = func._schema.arguments
         positional = tuple(each(value, _is_written(argument)) for value, argument in zip(args, schema, strict=False))
@@ -138,6 +138,11 @@ class InPrecision(TorchDispatchMode):
             return value
         target = _COMPLEX[dtype] if value.is_complex() else dtype
         return value if value.dtype is target else value.to(target)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`tree_map`, which takes longer than most small operators for what is no container."""
+    return tree_map(function, value) if isinstance(value, (tuple, list, dict)) else function(value)
 
 
 def _is_plain_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -721,7 +721,8 @@ class _Check:
         special += [(-math.inf, "minus infinity")] if exact else []
         for value, word in special:
             kind = c.FINITE_INPUTS if exact or math.isnan(value) else c.NO_OVERFLOW
-            probes += [(kind, f"{word} in {names[index]}", put(value, index)) for index in floats]
+            if len(floats) == 1 or not self._covers(kind):  # of what is claimed it is enough to know that it is so
+                probes += [(kind, f"{word} in {names[index]}", put(value, index)) for index in floats]
             probes += [(kind, f"{word} in inputs", put(value, *floats))] if len(floats) > 1 else []
         for some in ((0.0,), (0.0, -0.0), (-0.0, 1.0)):
             choice = torch.tensor(some)

@@ -6,6 +6,7 @@ is a function of how many were before it.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -81,17 +82,9 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
     target: Any = node.target
     if node.op == "call_module":
         return getattr(module, str(target))(*args, **kwargs)
-    if node.op == "call_method":
-        definition = METHODS.get(target)
-        function: Any = definition or _method(target)
-    else:
-        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target)) or REFERENCES.get(target)
-        if function is None and isinstance(target, torch._ops.HigherOrderOperator):
-            function = _higher_order(target)
-        function = function or target
+    function, drawing = _meant(node.op, target)
     if _has_devices(node):
         args, kwargs = tree_map(lambda value: _moved(value, state.device), (args, kwargs))
-    drawing = any(word in str(node.target) for word in _DRAWING)
     moved = torch.default_generator.get_state() if drawing else None
     # Attention inside of `multi_head_attention_forward` and its like: kernels are as exact as float32 is.
     with sdpa_kernel(SDPBackend.MATH) if function in _ATTENDING else contextlib.nullcontext():
@@ -106,6 +99,18 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
     ):
         return values.lifted(result)
     return result
+
+
+@functools.lru_cache(maxsize=256)
+def _meant(op: str, target: Any) -> tuple[Definition, bool]:
+    """What a node calls, and whether that may draw random numbers: a graph is run many times."""
+    if op == "call_method":
+        function: Any = METHODS.get(target) or _method(target)
+    else:
+        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target)) or REFERENCES.get(target)
+        if function is None and isinstance(target, torch._ops.HigherOrderOperator):
+            function = _higher_order(target)
+    return function or target, any(word in str(target) for word in _DRAWING)
 
 
 def _elements(value: Any) -> int:
