@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,11 +32,16 @@ from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
+from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
+
+
+DECISION: Final = "decision"
+"""The key in `PassContext.memo` of what tells the graph, where a pass keeps what it did to it."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,6 +69,7 @@ class PassContext:
         replay: whether a pass may do what it did before for the same graph, in this process or another.
         certify: the option: which changes of passes are checked.
         certificates: those of this compilation, by key.
+        budget: what the checks of omnicomp's own passes may take together; made when the first one is checked.
         settled: what `settle` was asked: the question, the guess, and the class.
     """
 
@@ -89,6 +95,7 @@ class PassContext:
     replay: bool = False
     certify: str = "off"
     certificates: dict[str, Certificate] = dataclasses.field(default_factory=dict[str, Certificate])
+    budget: CheckBudget | None = None
     settled: list[tuple[Assumption, MaskClass, MaskClass]] = dataclasses.field(
         default_factory=list[tuple[Assumption, MaskClass, MaskClass]]
     )
@@ -414,7 +421,8 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
         raise PassError(f"the pass {item.name!r} returned {type(result).__name__}; return PassResult(module, modified)")
     if result.graph_module is not region:
         raise PassError(f"the pass {item.name!r} must rewrite the graph in place and return the same GraphModule")
-    really = _fingerprint(region) != fingerprint
+    now = _fingerprint(region)
+    really = now != fingerprint
     if really != result.modified:
         raise PassError(
             f"the pass {item.name!r} reported modified={result.modified}, but the graph "
@@ -432,24 +440,26 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
         if (check and item.checked) or strict:
             _verify(item, region, outputs, before, context)
         if certified and old is not None:
-            _certify(item, region, old, context, strict=strict)
+            _certify(item, region, old, context, now, strict=strict)
     return really
 
 
-def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassContext, *, strict: bool) -> None:
+def _certify(
+    item: Pass, region: GraphModule, old: GraphModule, context: PassContext, fingerprint: Sequence[Any], *, strict: bool
+) -> None:
     """Check what a pass changed; what computes something else is taken back.
 
     Raises:
         NotCertifiedError: that can't be told from the rest.
     """
     from omnicomp.passes.certificates import certified
-    from omnicomp.passes.check_budget import CheckBudget
 
-    budget = None
-    if context.certify == "new" and not strict:  # omnicomp's own passes have one together
-        budget = context.memo.setdefault("check_budget", CheckBudget.of(context.root or region))
+    bounded = context.certify == "new" and not strict
+    if bounded and context.budget is None:
+        context.budget = CheckBudget.of(context.root or region)
     results = [leaf for leaf in _outputs(old) if isinstance(leaf, torch.Tensor)]
     differentiated = context.training or any(leaf.requires_grad for leaf in results)
+    decision = context.memo.pop(DECISION, "")
     found = certified(
         item.name,
         (*item.claims(context), *(() if differentiated else (Claim(NO_GRADIENTS),))),
@@ -459,7 +469,8 @@ def _certify(item: Pass, region: GraphModule, old: GraphModule, context: PassCon
         assumed=context.assumptions,
         known=context.certificates,
         always=context.certify == "always",
-        budget=budget,
+        budget=context.budget if bounded else None,
+        whole=f"{decision} {fingerprint}" if decision else "",
     )
     refuted = {node for event in found if event.verdict == REFUTED for node in (event.node, *event.nodes)}
     told = [each for each in context.timeline.events() if isinstance(each, Rewrite) and each.name == item.name]

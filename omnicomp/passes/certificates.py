@@ -36,6 +36,7 @@ from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.graph_data import Plain, UnkeptError, dump_graph, dump_target, load_graph
 from omnicomp.passes.mask_classes import MaskClass, classified, joined, reduced
 from omnicomp.timeline import Certified, Event, NearMiss, Reason, Rewrite
+from omnicomp.timeline.files import event_from_dict
 
 CACHE: Final = "certificates"
 # What a pass has to claim, as it makes other values of values that a program may have.
@@ -72,6 +73,20 @@ def _load(data: Plain) -> Kept:
 STORE: Final = JsonStore[Kept](CACHE, _dump, _load, files=2048)
 
 
+def _dump_events(events: Sequence[Certified]) -> Plain:
+    dropped = ("graph", "time", "seq", "schema", "kept", "seconds")
+    return [{key: value for key, value in event.to_dict().items() if key not in dropped} for event in events]
+
+
+def _load_events(data: Plain) -> list[Certified]:
+    found = [event_from_dict({**each, "schema": 1, "graph": "", "kept": True}) for each in data]
+    return [event for event in found if isinstance(event, Certified)]
+
+
+# What was found of all that a pass did to a graph, for one that it does the same to again.
+_GRAPHS: Final = JsonStore[list[Certified]]("certified", _dump_events, _load_events, files=256, size=2**22)
+
+
 class NotCertifiedError(PassError):
     """What a pass made of a graph computes something else.
 
@@ -97,6 +112,7 @@ def certified(
     prepare: Callable[[GraphModule], GraphModule] = lambda after: after,
     refuting: Callable[[Change, Certified], Certified] = lambda change, event: event,
     budget: CheckBudget | None = None,
+    whole: str = "",
 ) -> list[Certified]:
     """Check all that a pass changed in a graph, and take back what computes something else.
 
@@ -112,6 +128,7 @@ def certified(
         prepare: makes a part of the new graph one that can be run by definitions.
         refuting: adds to what is told of a part that is refuted.
         budget: what the checks may take; parts behind it are told to be unchecked.
+        whole: tells both graphs, if something short does: then no part is cut out of them a second time.
 
     Returns:
         What was found of each part, with the verdict `refuted` for those that were taken back.
@@ -122,6 +139,10 @@ def certified(
     told = {item.key: _of_mask(item, before) for item in assumed}
     rests = [*claims, *filter(None, told.values())]
     unsaid = [item.sentence for item in assumed if told[item.key] is None]
+    kept = "" if always or not whole or not keeps_caches() else _hash([name, list(map(str, rests)), unsaid, whole])
+    again, _ = _GRAPHS.read(kept) if kept else (None, "")
+    if again is not None:
+        return [dataclasses.replace(event, graph=graph) for event in again]
     found: list[Certified] = []
     wrong: list[tuple[Certified, Callable[[], None]]] = []
     try:
@@ -147,6 +168,8 @@ def certified(
     if wrong:
         after.graph.lint()
         after.recompile()
+    elif kept and all(event.key for event in found):
+        _GRAPHS.write(kept, found)
     return found
 
 
@@ -332,8 +355,12 @@ def _key(change: Change, claims: Sequence[certify.Assumption]) -> str:
         told: Any = _data(change.before, change.after) or _text(change.before, change.after)
     except UnkeptError:
         return ""
-    parts = [package_digest(), torch.__version__, rests, told]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+    return _hash([rests, told])
+
+
+def _hash(parts: Sequence[Any]) -> str:
+    told = json.dumps([package_digest(), torch.__version__, *parts], sort_keys=True)
+    return hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest()[:40]
 
 
 def _text(*sides: GraphModule) -> str:

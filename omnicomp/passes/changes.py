@@ -121,14 +121,13 @@ class _Side:
 
     def ordered(self) -> list[str]:
         """The nodes whose place among each other counts: those with an effect, and what touches written memory."""
-        writing = [node for node in self.nodes.values() if _is_call(node) and mutates(node)]
-        written = {place for node in writing for read in node.all_input_nodes for place in _memory(read)}
-        touching = (node for node in self.nodes.values() if _is_call(node))
-        return [
-            node.name
-            for node in touching
-            if not is_pure(node) or any(place in written for read in node.all_input_nodes for place in _memory(read))
-        ]
+        calls = [node for node in self.nodes.values() if _is_call(node)]
+        written = {place for node in calls if mutates(node) for read in node.all_input_nodes for place in _memory(read)}
+
+        def touches(node: Node) -> bool:
+            return any(place in written for read in node.all_input_nodes for place in _memory(read))
+
+        return [node.name for node in calls if not is_pure(node) or (written and touches(node))]
 
     def drawn_in(self, node: Node) -> bool:
         """Whether a node that stayed is a part of each side all the same: a size, or a small constant."""

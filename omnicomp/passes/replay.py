@@ -30,7 +30,7 @@ from omnicomp.analysis.nodes import evaluate, fake_value, module_path, source_li
 from omnicomp.errors import first_line
 from omnicomp.options.digest import package_digest
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.base import PassContext
+from omnicomp.passes.base import DECISION, PassContext
 from omnicomp.passes.graph_data import (
     Plain,
     UnkeptError,
@@ -105,6 +105,7 @@ def decided(
             continue
         if done is not None:
             _tell(context, "hit", key)
+            context.memo[DECISION] = key
             return done
         wrong = wrong or "the masks are of other classes"
     _tell(context, "miss", key, note=wrong)
@@ -116,6 +117,8 @@ def decided(
         before.forget()
     if why:
         _tell(context, "bypass", key, note=why)
+    else:
+        context.memo[DECISION] = key
     return modified
 
 
