@@ -14,9 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import copy_module, traced_again
 from omnicomp._torch.inductor import own_passes
 from omnicomp.analysis.certify import (
+    ASSUMED,
     DRAWS,
     FINITE_INPUTS,
     NO_EMPTY_ROW,
@@ -46,7 +48,12 @@ _RENUMBERED = (*_ROUNDED, Assumption(DRAWS))
 
 def certify_calls(before: GraphModule, after: GraphModule, graph: str) -> Certified:
     """Whether a graph in which bodies are called is the one with their operators in these places."""
-    found = check(before, after)
+    try:
+        found = check(before, after)
+    except CONTROL_FLOW:
+        raise
+    except Exception as error:  # noqa: BLE001 - becomes the sentence of the event
+        return _unchecked("regions", graph, error)
     calls = [node for node in after.graph.nodes if node.op == "call_function" and "invoke_subgraph" in str(node.target)]
     return Certified(
         graph=graph,
@@ -151,6 +158,24 @@ def certify_weights(
         graph: its id.
         policy: the user's options.
     """
+    try:
+        made = _from_parameters(before, after, forms)
+        return _certified("weights", (*_ROUNDED, Assumption(NO_GRADIENTS)), before, made, graph, policy)
+    except NotCertifiedError as error:
+        return [error.event]
+    except CONTROL_FLOW:
+        raise
+    except Exception as error:  # noqa: BLE001 - becomes the sentence of the event
+        return [_unchecked("weights", graph, error)]
+
+
+def _unchecked(name: str, graph: str, error: Exception) -> Certified:
+    sentence = f"the check failed: {first_line(error)}"
+    return Certified(graph=graph, name=name, node="", verdict=ASSUMED, sentence=sentence)
+
+
+def _from_parameters(before: GraphModule, after: GraphModule, forms: Mapping[str, tuple[str, Form]]) -> GraphModule:
+    """The graph with the placeholders that it had, of which it makes the forms itself."""
     made = copy_module(after, lazy=True)
     nodes = {node.name: node for node in made.graph.nodes}
     for node in reversed(before.graph.find_nodes(op="placeholder")):
@@ -172,10 +197,7 @@ def certify_weights(
         nodes[name].replace_all_uses_with(value)
         made.graph.erase_node(nodes[name])
     made.recompile()
-    try:
-        return _certified("weights", (*_ROUNDED, Assumption(NO_GRADIENTS)), before, made, graph, policy)
-    except NotCertifiedError as error:
-        return [error.event]
+    return made
 
 
 def _described(value: Tensor) -> str:

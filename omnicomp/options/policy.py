@@ -279,13 +279,13 @@ class Policy:
         in_digest=False,
     )
     certify: str = option(
-        "outside",
+        "new",
         choice("off", "outside", "new", "always"),
-        "what each pass from outside changed is checked by what knows nothing of the pass, and a place that is refuted "
-        "becomes what it was; certificates are kept by the structure of the change, so that equal layers are one "
-        'check, and a warm start is none. `"new"` checks omnicomp\'s own passes, too, within a budget of time behind '
-        'which a change is told to be unchecked; `"always"` has none, and checks in each compilation. `"off"` checks '
-        "nothing. See [audit.md](audit.md#certificates)",
+        "what each pass changed is checked by what knows nothing of the pass, and a place that is refuted becomes what "
+        "it was; certificates are kept by the structure of the change, so that equal layers are one check, and a warm "
+        "start is none. For omnicomp's own passes there is a budget of time, behind which a change is told to be "
+        'unchecked; `"always"` has none, and checks in each compilation. `"outside"` checks the passes of others alone, '
+        'and `"off"` nothing. See [audit.md](audit.md#certificates)',
         in_digest=False,
         variable="OMNICOMP_CERTIFY",
     )

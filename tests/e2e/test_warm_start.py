@@ -69,6 +69,8 @@ def test_a_warm_start_shows_the_audit_of_the_cold_one(tmp_path: Path) -> None:
     assert (warm["hits"], warm["misses"]) == (2, 0), "AOTAutograd's cache skipped our callbacks"
     assert warm["hit_events"] == 3, "forward and backward of one graph, inference of the other"
     assert warm["stable"] == cold["stable"]
+    checked = [each["name"] for graph in warm["stable"]["graphs"] for each in graph["certificates"]]
+    assert checked == ["fast_digamma", "fast_digamma"]
     assert warm["levels"] == cold["levels"]
     assert (
         warm["ran"]

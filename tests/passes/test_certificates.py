@@ -128,13 +128,13 @@ def attended(**options: str) -> None:
     assert {site.name for site in graph.rewrites} == {"attention_fusion", "doubling"}
 
 
-def test_by_default_passes_from_outside_are_checked_and_those_of_omnicomp_are_not():
-    attended()
+def test_outside_checks_the_passes_of_others_alone():
+    attended(certify="outside")
     assert {event.name for event in certified()} == {"doubling"}
 
 
-def test_new_checks_omnicomps_own_passes_too():
-    attended(certify="new")
+def test_by_default_omnicomps_own_passes_are_checked_too():
+    attended()
     assert [event.verdict for event in certified() if event.name == "attention_fusion"] == [certify.PROVED]
     assert {event.name for event in certified()} == {"doubling", "attention_fusion"}
 
@@ -154,6 +154,16 @@ def test_what_is_behind_the_budget_is_told_to_be_unchecked_and_passes_from_outsi
     torch.compiler.reset()
     attended(certify="always")
     assert [event.verdict for event in certified() if event.name == "attention_fusion"] == [certify.PROVED]
+
+
+def test_omnicomps_own_passes_have_one_budget_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check_budget, "_LEAST_CHECKED", 1e-9)
+    monkeypatch.setattr(check_budget, "_CHECKED_PER_NODE", 0.0)
+    x = torch.randn(2, 4, 6, 8)
+    options = {"lowerings": ["eager"], "dtype_policy": "bf16"}
+    torch.compile(lambda x: (x @ x.mT / 8**0.5).softmax(-1) @ x, backend="omni", options=options)(x)
+    left = {event.name: event.sentence.startswith("left unchecked") for event in certified()}
+    assert left == {"attention_fusion": False, "dtype_policy": True}
 
 
 def test_off_checks_nothing():
@@ -215,6 +225,26 @@ def test_layers_with_numbers_of_their_own_are_one_check():
     torch.compile(model, backend="omni", dynamic=True, options=options)(torch.randn(2, 4, 6, 8))
     assert {event.verdict for event in certified()} == {certify.PROVED}
     assert sum(not event.kept for event in certified()) < len(certified()) / 2
+
+
+def test_a_graph_that_is_rewritten_as_before_is_not_cut_again(monkeypatch: pytest.MonkeyPatch):
+    def layers(x):
+        for _ in range(16):
+            x = x + (x @ x.transpose(-2, -1) / 8**0.5).softmax(-1) @ x
+        return x
+
+    found: list[list[tuple[str, str, str]]] = []
+    for _ in range(2):
+        torch.compiler.reset()
+        timeline.clear()
+        torch.compile(layers, backend="omni", options={"lowerings": ["eager"]})(torch.randn(2, 4, 6, 8))
+        found.append([(event.node, event.verdict, event.key) for event in certified()])
+        monkeypatch.setattr(certificates, "changes", None)
+    assert len(found[0]) == 16
+    assert {verdict for _, verdict, _ in found[0]} <= {certify.PROVED, certify.PROVED_FOR_SIZES}
+    assert found[1] == found[0]
+    assert all(event.kept for event in certified())
+    assert {site.verdict for site in omnicomp.audit().graphs[0].rewrites} == {found[0][0][1]}
 
 
 @pytest.mark.slow
