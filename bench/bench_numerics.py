@@ -6,7 +6,8 @@ The models are those of `bench_regions.py` that are installed, shrunk, with rand
 environment makes them smaller. Each is run in evaluation without gradients and in a training step with its dropout,
 three times with other inputs and seeds, beside eager with the same; the third call is one that omnicomp does not
 compare itself. `operators` counts them by their lowering, and `eager` says that the comparison found a difference, so
-that a graph or a piece of it ran eager. With `--modes rows`, parts of a batch are compared with the whole of it under
+that a graph or a piece of it ran eager. Where a call differs, `as captured` says whether it is that of
+`backend="eager"`, which runs what Dynamo captured. With `--modes rows`, parts of a batch are compared with the whole of it under
 `numerics="batch-invariant"`, and by eager's own kernels.
 """
 
@@ -68,6 +69,10 @@ def measure(name: str, arguments: argparse.Namespace, *, training: bool) -> dict
         alike = len(found) == len(expected) and all(map(same, found, expected))
         row["calls"].append(alike)
         if not alike:
+            # A program that asks whether it is compiled may do something else then, by any backend.
+            captured = torch.compile(copy.deepcopy(other), backend="eager")
+            path = step(other, captured, inputs, seed, training=training)
+            row.setdefault("as captured", []).append(all(map(same, found, path)))
             row["differ"] = [i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if not same(a, b)][:8]
     report = omnicomp.audit()
     placed = [part.placement for graph in report.graphs for part in graph.parts]
