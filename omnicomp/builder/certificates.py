@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import copy_module, traced_again
 from omnicomp._torch.inductor import own_passes
+from omnicomp.analysis import certify
 from omnicomp.analysis.certify import (
     ASSUMED,
     DRAWS,
@@ -28,7 +29,6 @@ from omnicomp.analysis.certify import (
     ROUNDING,
     Assumption,
     Certificate,
-    check,
 )
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.builder.on_failure import write_script
@@ -49,7 +49,7 @@ _RENUMBERED = (*_ROUNDED, Assumption(DRAWS))
 def certify_calls(before: GraphModule, after: GraphModule, graph: str) -> Certified:
     """Whether a graph in which bodies are called is the one with their operators in these places."""
     try:
-        found = check(before, after)
+        found = certify.check(before, after)
     except CONTROL_FLOW:
         raise
     except Exception as error:  # noqa: BLE001 - becomes the sentence of the event

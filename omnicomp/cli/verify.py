@@ -20,7 +20,7 @@ def run_verify(timeline: Path) -> int:
     """
     found = [event for event in read_events(timeline) if isinstance(event, Certified)]
     if not found:
-        raise OmnicompError(f"{timeline} has no certificate; run the program with options={{'certify': 'new'}}")
+        raise OmnicompError(f"{timeline} has no certificate: no pass changed anything, or options={{'certify': 'off'}}")
     table = FittingTable("Certificates", "change", "pass", "then", "now", "detail")
     now: dict[str, tuple[str, str]] = {}
     for event in found:

@@ -26,7 +26,6 @@ from omnicomp._torch.inductor.store import JsonStore
 from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp._torch.symbols import facts_of
 from omnicomp.analysis import certify
-from omnicomp.analysis.certify.inputs import mask
 from omnicomp.analysis.nodes import fake_value, module_path, source_line
 from omnicomp.errors import PassError, first_line
 from omnicomp.options.digest import package_digest
@@ -296,6 +295,8 @@ def _of_mask(item: masks.Assumption, module: GraphModule) -> certify.Assumption 
     value = fake_value(nodes[0]) if len(nodes) == 1 == len(item.inputs) else None
     if item.holds is None or not isinstance(value, torch.Tensor) or value.dtype.is_complex:
         return None
+    from omnicomp.analysis.certify.inputs import mask  # with the checker, which a warm start does without
+
     shape = tuple(hint_of(size) for size in value.shape)
     if math.prod(shape) > _MOST_MASKED:
         return None

@@ -19,7 +19,7 @@ from omnicomp.builder.regions import Shared, share_regions
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings.base import GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
-from omnicomp.timeline import Certified, Timeline
+from omnicomp.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ def context(part: str = "inference", **options: Any) -> LoweringContext:
 def shared(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Shared, GraphModule]:
     """Rewrite a traced function; it is certified, and compared with what the function returns."""
     module, _ = traced_call(function, inputs)
-    plain, own = copy_module(module), context(certify="new")
-    result = share_regions(module, own)
-    assert [event.verdict for event in own.timeline if isinstance(event, Certified)] == [PROVED] * bool(result.calls)
+    plain = copy_module(module)
+    result = share_regions(module, context(certify="new"))
+    assert [event.verdict for event in result.certificates] == [PROVED] * bool(result.calls)
     expected = Interpreter(plain).run(*inputs)
     got = Interpreter(module).run(*inputs)
     for one, another in zip(got, expected, strict=True):
