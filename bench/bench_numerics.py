@@ -7,8 +7,8 @@ environment makes them smaller. Each is run in evaluation without gradients and 
 three times with other inputs and seeds, beside eager with the same; the third call is one that omnicomp does not
 compare itself. `operators` counts them by their lowering, and `eager` says that the comparison found a difference, so
 that a graph or a piece of it ran eager. Where a call differs, `as captured` says whether it is that of
-`backend="eager"`, which runs what Dynamo captured. With `--modes rows`, parts of a batch are compared with the whole of it under
-`numerics="batch-invariant"`, and by eager's own kernels.
+`backend="eager"`, which runs what Dynamo captured. With `--modes rows`, parts of a batch are compared with the whole of
+it under `numerics="batch-invariant"`, and by eager's own kernels.
 """
 
 import argparse

@@ -284,8 +284,8 @@ class Policy:
         "what each pass changed is checked by what knows nothing of the pass, and a place that is refuted becomes what "
         "it was; certificates are kept by the structure of the change, so that equal layers are one check, and a warm "
         "start is none. For omnicomp's own passes there is a budget of time, behind which a change is told to be "
-        'unchecked; `"always"` has none, and checks in each compilation. `"outside"` checks the passes of others alone, '
-        'and `"off"` nothing. See [audit.md](audit.md#certificates)',
+        'unchecked; `"always"` has none, and checks in each compilation. `"outside"` checks the passes of others '
+        'alone, and `"off"` nothing. See [audit.md](audit.md#certificates)',
         in_digest=False,
         variable="OMNICOMP_CERTIFY",
     )

@@ -39,7 +39,6 @@ from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timelin
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
 
-
 DECISION: Final = "decision"
 """The key in `PassContext.memo` of what tells the graph, where a pass keeps what it did to it."""
 
