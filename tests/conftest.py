@@ -19,6 +19,8 @@ CACHE = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__)
 CACHE.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor compiles a test of the processor's vector instructions in each cache folder (4 s), and each process loads it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.pop("OMNICOMP_TIMELINE", None)
 # Kernels of Triton run on tensors of the CPU where there is no GPU; Triton reads this when it is imported.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
