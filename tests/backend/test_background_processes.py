@@ -1,17 +1,15 @@
 """The option `background` with real workers: streams of sizes, kills at any moment, forks."""
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT
+from processes import python
 
 pytestmark = pytest.mark.slow
 
@@ -30,17 +28,7 @@ def close(a, b):
 
 
 def run(program: str, *words: Any, cache: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, *map(str, words)],
-        env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert not check or done.returncode == 0, done.stderr
-    return done
+    return python("-c", BEGIN + program, *words, environment={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, check=check)
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -80,7 +68,7 @@ else:
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, 10))])
 def test_a_program_that_is_killed_leaves_no_worker_and_no_half_artefact(number: int, tmp_path: Path) -> None:
     for _ in range(2):
-        died = run(KILLED, number + 0.5, random.uniform(0, 25), cache=tmp_path, check=False)
+        died = run(KILLED, number + 0.5, random.uniform(0, 15), cache=tmp_path, check=False)
         assert died.returncode == -signal.SIGKILL, died.stderr
         pids = json.loads(died.stdout)
         end = time.monotonic() + 20

@@ -348,12 +348,12 @@ from torch import nn
 from torch.utils.cpp_extension import load_inline
 SOURCE = '''
 #include <torch/library.h>
-#include <ATen/ATen.h>
-at::Tensor cubed(const at::Tensor& x) { return x * x * x; }
+#include <ATen/core/Tensor.h>
+at::Tensor cubed(const at::Tensor& x) { return x.pow(3); }
 TORCH_LIBRARY(packaged_in_cpp, m) { m.def("cubed(Tensor x) -> Tensor"); }
 TORCH_LIBRARY_IMPL(packaged_in_cpp, CPU, m) { m.impl("cubed", &cubed); }
 '''
-load_inline("packaged_in_cpp", SOURCE, is_python_module=False, build_directory=sys.argv[3])
+load_inline("packaged_in_cpp", SOURCE, is_python_module=False, no_implicit_headers=True, build_directory=sys.argv[3])
 torch.library.register_fake("packaged_in_cpp::cubed")(torch.empty_like)
 x = torch.rand(3, 8) - 0.5
 class Model(nn.Module):
