@@ -137,14 +137,14 @@ def _build(folder: Path, say: Callable[[str], object]) -> None:
         raise DeviceError(f"{_HINT}: {'; '.join(lacking)}")
     from torch.utils import cpp_extension
 
-    say(f"omnicomp.devices.sim: building the simulated device in {folder} (once; about a minute)")
+    say(f"omnicomp.devices.sim: building the simulated device in {folder} (once; about half a minute)")
     start = time.perf_counter()
     (folder / "lock").unlink(missing_ok=True)  # torch's own lock, left by a build that was killed; we hold another one
     try:
         with _programs_found():
             cpp_extension.load(
                 name=_name(folder),
-                sources=[str(path) for path in _sources() if path.suffix == ".cpp"],
+                sources=[str(SOURCES / "all.cpp")],
                 extra_cflags=list(_FLAGS),
                 build_directory=str(folder),
             )

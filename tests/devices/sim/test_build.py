@@ -39,7 +39,7 @@ def test_a_missing_compiler_is_named_with_what_to_do(monkeypatch: pytest.MonkeyP
 
 
 def test_a_compiler_s_error_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "broken.cpp").write_text("#error this can't be compiled")
+    (tmp_path / "all.cpp").write_text("#error this can't be compiled")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setenv("OMNICOMP_CACHE_DIR", str(tmp_path / "cache"))
     lines: list[str] = []
@@ -64,7 +64,7 @@ def test_two_processes_build_one_driver(tmp_path: Path) -> None:
         'PyModuleDef_HEAD_INIT, "d", nullptr, -1, nullptr};\n'
         "PyMODINIT_FUNC I(TORCH_EXTENSION_NAME)() { return PyModule_Create(&d); }\n"
     )
-    (tmp_path / "small.cpp").write_text(source)
+    (tmp_path / "all.cpp").write_text(source)
     program = (
         "import sys; from pathlib import Path; from omnicomp.devices.sim import build; build.SOURCES = "
         "Path(sys.argv[1]);"

@@ -1,4 +1,6 @@
 // torch.amp.autocast("sim"): torch's own lists of operators, each through one function for its policy.
+#include "runtime.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,8 +15,6 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 using at::autocast::CastPolicy;
-
-constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
 c10::IValue cast(const c10::IValue& value, ScalarType type) {
   if (value.isTensor()) {

@@ -322,7 +322,7 @@ struct PinnedAllocator final : c10::Allocator {
 };
 
 SimAllocator* the_allocator = new SimAllocator();
-const bool registered = [] {
+const bool allocator_set = [] {
   c10::SetAllocator(kType, the_allocator);
   return true;
 }();

@@ -22,7 +22,7 @@ size_t environment(const char* name, size_t otherwise) {
   return value;
 }
 
-struct State {
+struct Runtime {
   std::mutex count_mutex;
   Counters counters;
   std::array<std::atomic<int64_t>, 4> faults{-1, -1, -1, -1};
@@ -30,8 +30,8 @@ struct State {
 };
 
 // Never destroyed: it is used after the destructors of static objects ran, when the last tensors go.
-State& state() {
-  static State* it = new State();
+Runtime& runtime() {
+  static Runtime* it = new Runtime();
   return *it;
 }
 
@@ -68,19 +68,19 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex index) {
 }
 
 void set_dtypes(uint64_t mask) {
-  state().dtypes = mask;
+  runtime().dtypes = mask;
 }
 void check_dtype(c10::ScalarType type) {
   TORCH_CHECK_TYPE(
-      (state().dtypes.load() >> int(type) & 1) != 0, "sim: tensors of dtype ", type,
+      (runtime().dtypes.load() >> int(type) & 1) != 0, "sim: tensors of dtype ", type,
       " can't be made on this device (torch.sim.set_dtypes)");
 }
 
 void inject_fault(Fault kind, int64_t after) {
-  state().faults[static_cast<int>(kind)] = after;
+  runtime().faults[static_cast<int>(kind)] = after;
 }
 void fault_point(Fault kind) {
-  auto& left = state().faults[static_cast<int>(kind)];
+  auto& left = runtime().faults[static_cast<int>(kind)];
   if (left.load() < 0 || left.fetch_sub(1) != 0) {
     return;
   }
@@ -95,30 +95,30 @@ void fault_point(Fault kind) {
 }
 
 Counters counters() {
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  return state().counters;
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  return runtime().counters;
 }
 void reset_counters() {
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  state().counters = Counters();
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  runtime().counters = Counters();
 }
 void reset_fallbacks() {
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  state().counters.fallbacks.clear();
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  runtime().counters.fallbacks.clear();
 }
 void count_fallback(const std::string& name) {
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  state().counters.fallbacks[name]++;
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  runtime().counters.fallbacks[name]++;
 }
 void count_synchronization() {
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  state().counters.synchronizations++;
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  runtime().counters.synchronizations++;
 }
 
 Kernel::Kernel(const std::string& name, bool native) {
   fault_point(Fault::Kernel); // throws before anything was written; `access_` is there already, and is closed again
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  auto& c = state().counters;
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  auto& c = runtime().counters;
   if (native) {
     c.kernels++;
     c.natives[name]++;
@@ -129,8 +129,8 @@ Kernel::Kernel(const std::string& name, bool native) {
 
 Copy::Copy(c10::Device from, c10::Device to, size_t bytes) {
   fault_point(Fault::Copy);
-  std::lock_guard<std::mutex> lock(state().count_mutex);
-  auto& c = state().counters;
+  std::lock_guard<std::mutex> lock(runtime().count_mutex);
+  auto& c = runtime().counters;
   const bool from_sim = from.type() == kType, to_sim = to.type() == kType;
   (from_sim ? (to_sim ? c.d2d_copies : c.d2h_copies) : c.h2d_copies)++;
   (from_sim ? (to_sim ? c.d2d_bytes : c.d2h_bytes) : c.h2d_bytes) += int64_t(bytes);
