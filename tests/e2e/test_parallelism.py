@@ -1,5 +1,6 @@
 """Training in parallel on gloo: 20 steps of a small transformer, compiled, with eager's losses and parameters."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(GIVEN.get("blocks", 2)))
 
     def forward(self, tokens):
         x = self.words(tokens)
@@ -292,49 +293,43 @@ def test_quick(kind: str, tmp_path: Path) -> None:
     check(2, kind, tmp_path, steps=2, layerwise=kind == "fsdp")
 
 
-KINDS = [
-    "ddp",
-    "ddp no_sync",
-    "ddp static",
-    "fsdp",
-    "fsdp mixed",
-    "fsdp kept",
-    "fsdp offload",
-    "tp",
-    "sp",
-    "cp",
-    "fsdp+tp",
-    "fsdp+sp",
-    "hybrid fsdp",
-    "checkpointed fsdp",
-    "checkpointed ddp",
-    "compiled autograd",
-]
+KINDS = ["ddp", "fsdp", "tp", "sp", "cp", "fsdp+tp", "fsdp+sp", "compiled autograd"]
+# Each is a kind above but for one setting.
+WHOLE = ["ddp no_sync", "fsdp mixed", "fsdp kept", "checkpointed ddp"]
+LAYERS = ["ddp static", "fsdp offload", "hybrid fsdp", "checkpointed fsdp"]
+
+
+def cases() -> Iterator[Any]:
+    """Kinds are compiled whole and by layers, each with one spelling; settings in one of both; the rest is long."""
+    for kind in (*KINDS, *WHOLE, *LAYERS):
+        for spelling, layerwise in (("eager", False), ("sdpa", True), ("eager", True), ("sdpa", False)):
+            if kind in ("sp", "fsdp+sp") and layerwise:
+                continue  # torch: AOTAutograd gives a layer's DTensor input a plain gradient, with aot_eager too
+            quick = (spelling == "sdpa") == layerwise and kind not in (WHOLE if layerwise else LAYERS)
+            yield pytest.param(kind, spelling, layerwise, marks=() if quick else pytest.mark.long)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spelling", "layerwise"),
-    [
-        ("eager", False),
-        ("sdpa", True),
-        pytest.param("eager", True, marks=pytest.mark.long),
-        pytest.param("sdpa", False, marks=pytest.mark.long),
-    ],
-    ids=["eager-whole", "sdpa-layers", "eager-layers", "sdpa-whole"],
-)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "spelling", "layerwise"), list(cases()))
 def test_twenty_steps(kind: str, spelling: str, layerwise: bool, tmp_path: Path) -> None:
-    if kind in ("sp", "fsdp+sp") and layerwise:
-        pytest.skip("torch: AOTAutograd gives a layer's DTensor input a plain gradient, with aot_eager too")
     check(4 if kind in FOUR else 2, kind, tmp_path, spelling=spelling, layerwise=layerwise)
 
 
 @pytest.mark.slow
 @pytest.mark.inductor
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp", "sp"])
-def test_twenty_steps_on_inductor(kind: str, tmp_path: Path) -> None:
-    check(2, kind, tmp_path, layerwise=kind in ("fsdp", "tp"), options={})
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("tp", {}),
+        # Inductor's option is passed on; on the CPU its pass finds nothing that it may take apart.
+        ("sp", {"_micro_pipeline_tp": True}),
+    ],
+    ids=["ddp", "fsdp", "tp", "sp, asynchronous"],
+)
+def test_twenty_steps_on_inductor(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    check(2, kind, tmp_path, layerwise=kind in ("fsdp", "tp"), blocks=1, options=options)
 
 
 @pytest.mark.slow
@@ -353,10 +348,3 @@ def test_pipeline_stages(kind: str, spelling: str, layerwise: bool, tmp_path: Pa
 @pytest.mark.parametrize(("kind", "layerwise"), [("from compiled", False), ("into compiled", True)])
 def test_a_checkpoint_of_the_one_is_loaded_by_the_other(kind: str, layerwise: bool, tmp_path: Path) -> None:
     check(2, kind, tmp_path, program=CHECKPOINT, layerwise=layerwise, steps=10, folder=str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.inductor
-def test_asynchronous_tensor_parallel_is_left_to_inductor(tmp_path: Path) -> None:
-    """The option of Inductor is passed on; on the CPU its pass finds nothing that it may take apart."""
-    check(2, "sp", tmp_path, options={"_micro_pipeline_tp": True})
