@@ -94,20 +94,18 @@ def test_float32_learns() -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_within_the_noise_of_float32() -> None:
-    found = curves("bf16", SEEDS)
+@pytest.mark.parametrize(
+    ("seeds", "checkpointed"),
+    [(SEEDS[:1], False), (SEEDS[1:2], True), pytest.param(SEEDS, False, marks=pytest.mark.long)],
+    ids=["a seed", "a seed, checkpointed", "all seeds"],
+)
+def test_bfloat16_is_within_the_noise_of_float32(seeds: tuple[int, ...], checkpointed: bool) -> None:
+    found = curves("bf16", seeds, checkpointed=checkpointed)
     lowered = [e for e in omnicomp.timeline.events() if isinstance(e, Rewrite) and e.target == "bfloat16"]
     assert len(lowered) >= 12  # the products of three blocks
-    assert not found.equal(reference())
-    assert beyond_noise(found, reference()) == []
-
-
-@pytest.mark.slow
-def test_bfloat16_with_activation_checkpointing_is_within_the_noise_of_float32() -> None:
-    found = curves("bf16", SEEDS[:1], checkpointed=True)
-    lowered = [e for e in omnicomp.timeline.events() if isinstance(e, Rewrite) and e.target == "bfloat16"]
-    assert len(lowered) >= 12
-    assert beyond_noise(found, reference()[:1]) == []
+    expected = reference()[list(seeds)]
+    assert not found.equal(expected)
+    assert beyond_noise(found, expected) == []
 
 
 @pytest.mark.slow
