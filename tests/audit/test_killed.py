@@ -98,6 +98,6 @@ def test_a_process_that_is_killed(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", [*range(7), *(pytest.param(n, marks=pytest.mark.long) for n in range(7, 20))])
 def test_a_process_that_is_killed_at_random_moments(tmp_path: Path, number: int) -> None:
     check(tmp_path, moments(20)[number])

@@ -89,8 +89,14 @@ def test_without_a_compiler(program: Program) -> None:
     check(program, EAGER)
 
 
+def tiers(program: Program) -> tuple[pytest.MarkDecorator, ...]:
+    """Of a program with Inductor, which takes half a minute for thousands of nodes."""
+    slow = () if program.name in UNDER_THREADS else (pytest.mark.slow,)
+    return (*slow, pytest.mark.long) if program.name == "thousands_of_nodes" else slow
+
+
 @pytest.mark.inductor
-@pytest.mark.parametrize("program", fast(PROGRAMS, lambda p: p.name in UNDER_THREADS), ids=lambda p: p.name)
+@pytest.mark.parametrize("program", [pytest.param(p, marks=tiers(p)) for p in PROGRAMS], ids=lambda p: p.name)
 def test_with_inductor(program: Program) -> None:
     check(program, INDUCTOR)
     assert omnicomp.audit().mismatches == ()
