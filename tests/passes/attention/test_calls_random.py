@@ -147,7 +147,15 @@ def check(seed: int) -> None:
             torch.testing.assert_close(found, want, equal_nan=True, msg=lambda text: f"{program}\n{text}", **near)
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(3),
+        pytest.param(range(3, 80), marks=pytest.mark.slow),
+        pytest.param(range(80, 200), marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+    ids=["few", "some", "many"],
+)
 def test_calls_are_those_of_eager(seeds: range) -> None:
     for seed in seeds:
         check(seed)

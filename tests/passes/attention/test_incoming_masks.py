@@ -27,7 +27,14 @@ MIN = torch.finfo(torch.float32).min
 CAUSAL = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("start", [0, *(pytest.param(10 * n, marks=pytest.mark.slow) for n in range(1, 50))])
+@pytest.mark.parametrize(
+    "start",
+    [
+        0,
+        *(pytest.param(10 * n, marks=pytest.mark.slow) for n in range(1, 11)),
+        *(pytest.param(10 * n, marks=[pytest.mark.slow, pytest.mark.long]) for n in range(11, 50)),
+    ],
+)
 def test_random_programs_give_what_eager_gives(start: int, request: pytest.FixtureRequest) -> None:
     seed = int(request.config.getoption("--seed") or 0)
     programs = [random_program(seed, index) for index in range(start, start + 10)]
