@@ -167,11 +167,8 @@ def named(results: list[Any], *words: str, but: tuple[int, ...] = ()) -> None:
 
 
 DIFFERENCES: list[tuple[str, str, dict[str, Any]]] = [
-    ("option", "option dtype_policy: rank 0 has", {"other": {"dtype_policy": "bf16"}}),
     ("option", "option epilogue_fusion: rank 0 has", {"other": {"epilogue_fusion": False}}),
     ("option", "option autograd: rank 0 has", {"other": {"autograd": "eager"}}),
-    ("option", "option fallback_random: rank 0 has", {"other": {"fallback_random": True}}),
-    ("option", "option shape_padding: rank 0 has", {"other": {"shape_padding": False}}),
     ("version of omnicomp", "in the omnicomp: rank 0 has", {}),
     ("version of torch", "in the torch: rank 0 has", {}),
     ("override", "override sine", {}),
