@@ -26,7 +26,7 @@ test: $(INSTALLED)  ## the fast tier: each behaviour once
 test-rest: $(INSTALLED)  ## what the fast tier leaves out, and more of the cases that tests draw themselves
 	$(PYTEST) -m "(slow or drawn) and not long" --hypothesis-profile=many
 
-test-long: $(INSTALLED)  ## faults planted on each rank, kills at more moments: more than continuous integration has time for
+test-long: $(INSTALLED)  ## faults on each rank, more kills, more random programs: more than continuous integration has time for
 	$(PYTEST) -m long
 
 test-all: $(INSTALLED)  ## every test
