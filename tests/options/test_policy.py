@@ -73,8 +73,14 @@ def test_what_does_not_change_code_does_not_change_the_digest() -> None:
     assert parse(None, {"summary": False}).digest_parts() == parse(None, None).digest_parts()
     assert parse(None, {"dtype_policy": "bf16"}).digest_parts() != parse(None, None).digest_parts()
     # An override that is refuted is none, and its certificate is kept with the artefact.
-    assert parse(None, {"certify": "off"}).digest_parts() != parse(None, None).digest_parts()
-    assert parse(None, {"certify": "always"}).digest_parts() == parse(None, None).digest_parts()
+    assert parse(None, {"certify": "off"}).digest_parts() != parse(None, {"certify": "new"}).digest_parts()
+    assert parse(None, {"certify": "always"}).digest_parts() == parse(None, {"certify": "new"}).digest_parts()
+
+
+def test_rewrites_of_omnicomp_are_certified_by_default_on_the_cpu() -> None:
+    policy = parse(None, None)
+    assert (policy.on("cpu").certify, policy.on("cuda").certify) == ("new", "outside")
+    assert parse(None, {"certify": "new"}).on("cuda").certify == "new"
 
 
 def test_the_page_of_options_is_generated_from_their_declarations() -> None:
