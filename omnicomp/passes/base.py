@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,12 +32,14 @@ from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption
-from omnicomp.passes.check_budget import CheckBudget
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
+
+if TYPE_CHECKING:
+    from omnicomp.passes.check_budget import CheckBudget
 
 DECISION: Final = "decision"
 """The key in `PassContext.memo` of what tells the graph, where a pass keeps what it did to it."""
@@ -94,7 +96,7 @@ class PassContext:
     replay: bool = False
     certify: str = "off"
     certificates: dict[str, Certificate] = dataclasses.field(default_factory=dict[str, Certificate])
-    budget: CheckBudget | None = None
+    budget: "CheckBudget | None" = None
     settled: list[tuple[Assumption, MaskClass, MaskClass]] = dataclasses.field(
         default_factory=list[tuple[Assumption, MaskClass, MaskClass]]
     )
@@ -452,6 +454,7 @@ def _certify(
         NotCertifiedError: that can't be told from the rest.
     """
     from omnicomp.passes.certificates import certified
+    from omnicomp.passes.check_budget import CheckBudget
 
     bounded = context.certify == "new" and not strict
     if bounded and context.budget is None:
