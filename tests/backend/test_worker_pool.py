@@ -147,6 +147,7 @@ def test_no_process_is_left_however_the_program_ends(end: str, tmp_path: Path) -
         [sys.executable, "-c", PROGRAM.format(end=ENDS[end]), str(told)],
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )
     assert program.wait(60) in {
         "exit": (0,),
