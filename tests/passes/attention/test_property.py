@@ -30,7 +30,7 @@ def programs(draw: Any, **fixed: bool) -> Program:
         ("any", 40, {}),
         pytest.param("inference", 180, {"training": False, "dynamic": False}, marks=pytest.mark.slow),
         pytest.param("training", 140, {"training": True, "dynamic": False}, marks=pytest.mark.slow),
-        pytest.param("dynamic", 100, {"dynamic": True}, marks=pytest.mark.slow),
+        pytest.param("dynamic", 60, {"dynamic": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_gives_what_eager_gives(kind: str, examples: int, fixed: dict[str, bool]) -> None:
