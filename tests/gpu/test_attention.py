@@ -390,14 +390,14 @@ def test_a_full_padding_mask_is_speculated_away_with_and_without_cuda_graphs(mod
     assert len(details) == 2, "two variants, and nothing compiled again"
 
 
+def with_added_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return attend(product(q, k) + mask, v)
+
+
 def test_the_host_launches_a_call_with_a_new_mask_before_it_reads_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assume, "worth", lambda *args, **kwargs: None)
-
-    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return attend(product(q, k) + mask, v)
-
     q, k, v = (x.detach() for x in operands())
-    compiled = torch.compile(masked, backend="omni", fullgraph=True)
+    compiled = torch.compile(with_added_mask, backend="omni", fullgraph=True)
     rows, columns = indices(q @ k.mT)
     classes = [columns > rows, columns > rows + 3, columns > rows]
     with torch.no_grad():
@@ -411,18 +411,14 @@ def test_the_host_launches_a_call_with_a_new_mask_before_it_reads_the_verdict(mo
                     found = compiled(q, k, v, mask)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-                torch.testing.assert_close(found, masked(q, k, v, mask), rtol=5e-2, atol=2e-2)
+                torch.testing.assert_close(found, with_added_mask(q, k, v, mask), rtol=5e-2, atol=2e-2)
     assert "is_causal" in events(Rewrite)[0].detail
 
 
 def test_a_mask_is_looked_at_behind_what_the_program_launched_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assume, "worth", lambda *args, **kwargs: None)
-
-    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return attend(product(q, k) + mask, v)
-
     q, k, v = (x.detach() for x in operands())
-    compiled = torch.compile(masked, backend="omni", fullgraph=True)
+    compiled = torch.compile(with_added_mask, backend="omni", fullgraph=True)
     rows, columns = indices(q @ k.mT)
     low = torch.finfo(q.dtype).min
     with torch.no_grad():
@@ -433,7 +429,7 @@ def test_a_mask_is_looked_at_behind_what_the_program_launched_to_make_it(monkeyp
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             mask.masked_fill_(hidden, low)
             found = compiled(q, k, v, mask)
-            torch.testing.assert_close(found, masked(q, k, v, mask), rtol=5e-2, atol=2e-2)
+            torch.testing.assert_close(found, with_added_mask(q, k, v, mask), rtol=5e-2, atol=2e-2)
     assert {event.state for event in events(Speculation) if event.variant == "assumed2"} >= {"compiled", "held"}
 
 

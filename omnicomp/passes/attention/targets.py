@@ -452,7 +452,7 @@ def _check_trained_mask(site: Site, made: Parts) -> None:
             site.output,
             "the mask requires grad, and the fused kernel's backward for that is not faster at this length",
             observed=f"{pairs} pairs of queries and keys",
-            needed=f"{_TRAINED_PAIRS} pairs, or a mask that requires no grad",
+            needed=f"{_TRAINED_PAIRS} pairs or more, {_TRAINED_WINDOW} or fewer, or a mask that requires no grad",
             lever="make the added mask a constant, or run without grad",
             code="not_profitable",
         )

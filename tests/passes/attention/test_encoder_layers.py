@@ -114,14 +114,9 @@ def test_small_layers_of_changing_sizes_stay_one_call_on_cuda(length, few, dynam
     shapes = ShapeEnv()
     symbol = shapes.create_symbol(length, ConstantSource("length"), DimDynamic.DYNAMIC)
     size = shapes.create_symintnode(symbol, hint=length) if dynamic else length
-    graph, (weight, bias) = Graph(), ((2048, 512), (2048,))
+    graph = Graph()
     with FakeTensorMode(shape_env=shapes), torch.device("cuda"):
-        src, weight, bias, mask = (
-            torch.empty(8, size, 512),
-            torch.empty(weight),
-            torch.empty(bias),
-            torch.empty(8, size),
-        )
+        src, weight, bias, mask = (torch.empty(sizes) for sizes in ((8, size, 512), (2048, 512), 2048, (8, size)))
     arguments = torch.ops.aten._transformer_encoder_layer_fwd.default._schema.arguments
     given = {"src": src, "embed_dim": 512, "num_heads": 8, "ffn_weight_1": weight, "mask": mask, "mask_type": 1}
     args = [given.get(each.name, bias) for each in arguments]
