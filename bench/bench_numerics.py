@@ -1,9 +1,10 @@
 """Is `numerics="eager"` eager's in every bit: outputs, gradients and random numbers of models, and at what speed?
 
-    python bench/bench_numerics.py [--models llama vit] [--modes inference] [--options JSON] [--rounds N] [--json FILE]
+    python bench/bench_numerics.py [--models llama vit] [--modes inference] [--device cuda] [--options JSON] [--rounds N]
+        [--json FILE]
 
 The models are those of `bench_regions.py` that are installed, shrunk, with random weights; `LAYERS=1` in the
-environment makes them smaller. Each is run in evaluation without gradients and in a training step with its dropout,
+environment makes them smaller, `WIDTH=1024 TOKENS=512` larger. Each is run in evaluation without gradients and in a training step with its dropout,
 three times with other inputs and seeds, beside eager with the same; the third call is one that omnicomp does not
 compare itself. `operators` counts them by their lowering, and `eager` says that the comparison found a difference, so
 that a graph or a piece of it ran eager. Where a call differs, `as captured` says whether it is that of
@@ -30,6 +31,14 @@ from torch.utils._pytree import tree_leaves
 import omnicomp
 
 
+def generator() -> torch.Generator:
+    """The generator of the device that models and inputs are made on."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index or 0]
+
+
 def step(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any], seed: int, *, training: bool) -> list[Any]:
     """Outputs, gradients, buffers and the state of the generator behind one call."""
     torch.manual_seed(seed)
@@ -39,7 +48,7 @@ def step(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any], see
     if training:
         sum(value.square().mean() for value in found if value.requires_grad).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [*found, *gradients, *model.buffers(), torch.get_rng_state()]
+    return [*found, *gradients, *model.buffers(), generator().get_state()]
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -125,10 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--modes", nargs="*", default=["inference", "training"])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--options", default="{}")
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.set_default_device(arguments.device)
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
     for name in arguments.models:

@@ -36,7 +36,8 @@ from omnicomp._torch.inductor import compile_fx
 from omnicomp.timeline.events import Retreat
 
 LAYERS: Final = int(os.environ.get("LAYERS", "6"))
-WIDTH: Final = 64
+WIDTH: Final = int(os.environ.get("WIDTH", "64"))
+TOKENS: Final = int(os.environ.get("TOKENS", "32"))
 
 _SMALL: Final[dict[str, Any]] = {
     "hidden_size": WIDTH,
@@ -44,9 +45,9 @@ _SMALL: Final[dict[str, Any]] = {
     "num_hidden_layers": LAYERS,
     "intermediate_size": 2 * WIDTH,
     "vocab_size": 256,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 4 * TOKENS,
 }
-_DECODER: Final[dict[str, Any]] = {**_SMALL, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+_DECODER: Final[dict[str, Any]] = {**_SMALL, "num_key_value_heads": 2, "head_dim": WIDTH // 4, "pad_token_id": 0}
 _IMAGE: Final[dict[str, Any]] = {**_SMALL, "image_size": 32, "patch_size": 8}
 
 
@@ -59,11 +60,11 @@ class Model:
 
 
 def _tokens() -> dict[str, Any]:
-    return {"input_ids": torch.randint(1, 256, (2, 32))}
+    return {"input_ids": torch.randint(1, 256, (2, TOKENS))}
 
 
 def _both() -> dict[str, Any]:
-    return {**_tokens(), "decoder_input_ids": torch.randint(1, 256, (2, 16))}
+    return {**_tokens(), "decoder_input_ids": torch.randint(1, 256, (2, TOKENS // 2))}
 
 
 def _pixels(side: int = 32) -> Callable[[], dict[str, Any]]:
@@ -125,19 +126,19 @@ MODELS: Final[dict[str, Model]] = {
     },
     "gpt_neox": _transformers("gpt_neox", _tokens, _SMALL),
     "gpt2": _transformers(
-        "gpt2", _tokens, {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+        "gpt2", _tokens, {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 4 * TOKENS, "vocab_size": 256}
     ),
     "opt": _transformers("opt", _tokens, {**_SMALL, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}),
     "bloom": _transformers("bloom", _tokens, {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": 256}),
     "mamba": _transformers("mamba", _tokens, {**_SMALL, "state_size": 8}),
     **{kind: _transformers(kind, _tokens, _SMALL) for kind in ("bert", "roberta", "electra", "albert", "deberta-v2")},
     "distilbert": _transformers(
-        "distilbert", _tokens, {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 128, "vocab_size": 256}
+        "distilbert", _tokens, {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 2 * WIDTH, "vocab_size": 256}
     ),
     "t5": _transformers(
         "t5",
         _both,
-        {"d_model": WIDTH, "d_kv": 16, "d_ff": 128, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 256},
+        {"d_model": WIDTH, "d_kv": WIDTH // 4, "d_ff": 2 * WIDTH, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 256},
     ),
     "bart": _transformers(
         "bart",
@@ -145,11 +146,11 @@ MODELS: Final[dict[str, Model]] = {
         {
             "d_model": WIDTH,
             "vocab_size": 256,
-            "max_position_embeddings": 128,
+            "max_position_embeddings": 4 * TOKENS,
             **{
                 f"{side}_{name}": value
                 for side in ("encoder", "decoder")
-                for name, value in {"layers": LAYERS, "attention_heads": 4, "ffn_dim": 128}.items()
+                for name, value in {"layers": LAYERS, "attention_heads": 4, "ffn_dim": 2 * WIDTH}.items()
             },
         },
     ),

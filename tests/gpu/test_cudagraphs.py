@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from omnicomp._torch.inductor.cuda_graphs import trees_of
 from omnicomp.timeline import CudaGraph, events
 
 pytestmark = [
@@ -836,3 +837,33 @@ def test_values_are_those_without_recordings(function: Program, recorded: bool, 
     states = [event for event in events() if isinstance(event, CudaGraph)]
     if how == "always" and recorded:
         assert any(event.state == "recorded" for event in states), [event.reason for event in states]
+
+
+def test_the_call_that_is_recorded_draws_its_own_numbers_while_the_recording_stream_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is launched before a recording runs while its first replay multiplies, and has not reached the draw yet."""
+    release = torch.cuda.empty_cache  # the last that torch does before it records
+    x = torch.randn(8192, 8192, device="cuda")
+
+    def busy() -> None:
+        release()
+        with torch.cuda.stream(trees_of(torch.cuda.current_device()).stream):
+            torch.cuda._sleep(500_000_000)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        product = x
+        for _ in range(24):
+            product = (product @ x).tanh()
+        return torch.bernoulli(product[0].sign().abs() * 0.5)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", busy)
+    compiled = torch.compile(function, backend="omni", options={"cudagraphs": "always", "fallback_random": True})
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = [function(x) for _ in range(4)]
+        torch.manual_seed(0)
+        found = [compiled(x) for _ in range(4)]
+    assert [event.state for event in events() if isinstance(event, CudaGraph)] == ["recorded"]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

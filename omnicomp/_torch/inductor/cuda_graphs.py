@@ -27,6 +27,7 @@ from torch._inductor.cudagraph_trees import (
 from torch._inductor.cudagraph_utils import FunctionID, WrappedFunction
 
 from omnicomp._torch.inductor.recordable import Boxed, Piece
+from omnicomp._torch.repairs.first_replay import first_replay_waits
 from omnicomp.safety.forks import new_lock
 
 _MODES: Final = {
@@ -117,7 +118,8 @@ class Trees(CUDAGraphTreeManager):
         """Record, and note which memory is the pool's."""
         self._recording = True
         self.plain -= 1
-        outputs = super().record_function(new_inputs, function_id)
+        with first_replay_waits():
+            outputs = super().record_function(new_inputs, function_id)
         self._recording = False
         if isinstance(self.current_node, CUDAGraphNode):
             _hold_what_autograd_holds(self.current_node)
