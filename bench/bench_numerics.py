@@ -8,7 +8,7 @@ environment makes them smaller, `WIDTH=1024 TOKENS=512` larger. Each is run in e
 three times with other inputs and seeds, beside eager with the same; the third call is one that omnicomp does not
 compare itself. `operators` counts them by their lowering, and `eager` says that the comparison found a difference, so
 that a graph or a piece of it ran eager. Where a call differs, `as captured` says whether it is that of
-`backend="eager"`, which runs what Dynamo captured. With `--modes rows`, parts of a batch are compared with the whole of
+`backend="eager"`, which runs what Dynamo captured, and `captured repeats` whether that gives its own bits again. With `--modes rows`, parts of a batch are compared with the whole of
 it under `numerics="batch-invariant"`, and by eager's own kernels.
 """
 
@@ -74,14 +74,17 @@ def measure(name: str, arguments: argparse.Namespace, *, training: bool) -> dict
         torch.manual_seed(100 + seed)
         inputs = MODELS[name].inputs()
         expected = step(model, model, inputs, seed, training=training)
+        twins = [copy.deepcopy(other) for _ in range(2)]
         found = step(other, call, inputs, seed, training=training)
         alike = len(found) == len(expected) and all(map(same, found, expected))
         row["calls"].append(alike)
         if not alike:
             # A program that asks whether it is compiled may do something else then, by any backend.
-            captured = torch.compile(copy.deepcopy(other), backend="eager")
-            path = step(other, captured, inputs, seed, training=training)
+            path, again = (
+                step(twin, torch.compile(twin, backend="eager"), inputs, seed, training=training) for twin in twins
+            )
             row.setdefault("as captured", []).append(all(map(same, found, path)))
+            row.setdefault("captured repeats", []).append(all(map(same, again, path)))
             row["differ"] = [i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if not same(a, b)][:8]
     report = omnicomp.audit()
     placed = [part.placement for graph in report.graphs for part in graph.parts]
@@ -159,8 +162,11 @@ def main() -> None:
                 {k: v for k, v in rows[-1].items() if k != "report"},
                 flush=True,
             )
-    equal = [bool(row["calls"]) and all(row["calls"]) for row in rows]
-    print(f"bit-equal: {sum(equal)} of {len(rows)}")
+    called = [row for row in rows if row["calls"]]
+    equal = sum(all(row["calls"]) for row in called)
+    captured = sum(not all(row["calls"]) and all(row["as captured"]) for row in called)
+    unsteady = sum(not all(row.get("as captured", [True])) and not all(row["captured repeats"]) for row in called)
+    print(f"bit-equal: {equal} of {len(rows)}; as captured: {captured}; not repeated by what is captured: {unsteady}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, default=str))
 

@@ -63,12 +63,10 @@ def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
     return float(difference / torch.where(finite, true, 0).norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def first_difference(found: Sequence[Any], expected: Sequence[Any]) -> int | None:
-    """The first result that is not eager's in every bit; a NaN is as good as another. None if all are."""
-    for index, (got, own) in enumerate(zip(found, expected, strict=True)):
-        if isinstance(own, torch.Tensor) and not _same_bits(got, own):
-            return index
-    return None
+def differences(found: Sequence[Any], expected: Sequence[Any]) -> list[int]:
+    """The indices of results that are not eager's in every bit; a NaN is as good as another."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    return [index for index, (got, own) in pairs if isinstance(own, torch.Tensor) and not _same_bits(got, own)]
 
 
 def _same_bits(got: Any, own: torch.Tensor) -> bool:

@@ -186,7 +186,6 @@ def capture_graph(
     device = (
         primary_device(t.device.type for t in tensors) if policy.device == "auto" else resolve_device(policy.device)
     )
-    policy = policy.on(device.type)
     training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
     paths = [module_path(node) for node in nodes]
     id, modules, function = timeline.next_graph(), distinct(paths), function_name(nodes)

@@ -122,7 +122,7 @@ class SavedCapture:
         return CapturedGraph(
             record=dataclasses.replace(self.record, id=id),
             device=device,
-            policy=dataclasses.replace(self.policy, **own).on(device.type),
+            policy=dataclasses.replace(self.policy, **own),
             training=self.training,
             capture=dataclasses.replace(capture, graph=id, **of_this_process(device)),
         )

@@ -279,14 +279,13 @@ class Policy:
         in_digest=False,
     )
     certify: str = option(
-        "auto",
-        choice("auto", "off", "outside", "new", "always"),
+        "new",
+        choice("off", "new", "always"),
         "what each pass changed is checked by what knows nothing of the pass, and a place that is refuted becomes what "
         "it was; certificates are kept by the structure of the change, so that equal layers are one check, and a warm "
         "start is none. For omnicomp's own passes there is a budget of time, behind which a change is told to be "
-        'unchecked; `"always"` has none, and checks in each compilation. `"outside"` checks the passes of others '
-        'alone, and `"off"` nothing. `"auto"` is `"new"` on the CPU, and `"outside"` on other devices, where checks of '
-        "omnicomp's own passes have not been tried. See [audit.md](audit.md#certificates)",
+        'unchecked; `"always"` has none, and checks in each compilation. `"off"` checks nothing. See '
+        "[audit.md](audit.md#certificates)",
         in_digest=False,
         variable="OMNICOMP_CERTIFY",
     )
@@ -379,13 +378,7 @@ class Policy:
     @property
     def certifies(self) -> bool:
         """Whether what omnicomp itself puts into a graph is checked."""
-        return self.certify in ("new", "always")
-
-    def on(self, device: str) -> "Policy":
-        """The policy with what `"auto"` stands for on a type of device."""
-        if self.certify != "auto":
-            return self
-        return dataclasses.replace(self, certify="new" if device == "cpu" else "outside")
+        return self.certify != "off"
 
     def digest_parts(self) -> dict[str, Any]:
         """The fields that change generated code, for the compile caches' keys; Inductor's keys are there already."""

@@ -63,6 +63,28 @@ def test_a_difference_anywhere_makes_the_graph_run_eager(what: str, monkeypatch:
     assert retreat.reason.sentence.startswith(what)
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_two_runs_of_eager_differ_in_is_said_and_not_blamed_on_the_graph(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a gradient that is added up by atomic additions on a GPU."""
+    real, runs = pipeline.compared, iter(range(99))
+
+    def planted(call: Callable[..., Any], plain: Any, *more: Any, owned: bool) -> Any:
+        plain.register_forward_hook(lambda _, __, results: (results[0] + next(runs), results[1]))
+        other = (lambda *x: (call(*x)[0], call(*x)[1] * 2)) if wrong else call
+        return real(other, plain, *more, owned=owned)
+
+    monkeypatch.setattr(pipeline, "compared", planted)
+    x = torch.randn(8)
+    found = compiled(lambda x: (x.sin() * 3, x.cos() * 3))(x)
+    assert torch.equal(found[1], x.cos() * 3)
+    retreats = [event.reason.sentence for event in current().events() if isinstance(event, Retreat)]
+    assert retreats == (["result 1 is not eager's in every bit, and the graph runs eager"] if wrong else [])
+    said = [event.reason.sentence for event in current().events() if isinstance(event, Option) and event.reason]
+    assert any("two runs of eager differ in result 0" in each for each in said) is not wrong
+
+
 def test_what_is_equal_stays_compiled_and_draws_eagers_numbers() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8)).train()
     call, x = compiled(model), torch.randn(4, 8)

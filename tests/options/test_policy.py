@@ -77,12 +77,6 @@ def test_what_does_not_change_code_does_not_change_the_digest() -> None:
     assert parse(None, {"certify": "always"}).digest_parts() == parse(None, {"certify": "new"}).digest_parts()
 
 
-def test_rewrites_of_omnicomp_are_certified_by_default_on_the_cpu() -> None:
-    policy = parse(None, None)
-    assert (policy.on("cpu").certify, policy.on("cuda").certify) == ("new", "outside")
-    assert parse(None, {"certify": "new"}).on("cuda").certify == "new"
-
-
 def test_the_page_of_options_is_generated_from_their_declarations() -> None:
     written = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     assert written == page(), "python -m omnicomp.options > docs/options.md"

@@ -128,11 +128,6 @@ def attended(**options: str) -> None:
     assert {site.name for site in graph.rewrites} == {"attention_fusion", "doubling"}
 
 
-def test_outside_checks_the_passes_of_others_alone():
-    attended(certify="outside")
-    assert {event.name for event in certified()} == {"doubling"}
-
-
 def test_by_default_omnicomps_own_passes_are_checked_too():
     attended()
     assert [event.verdict for event in certified() if event.name == "attention_fusion"] == [certify.PROVED]
