@@ -1,15 +1,16 @@
 """Is `numerics="eager"` eager's in every bit: outputs, gradients and random numbers of models, and at what speed?
 
-    python bench/bench_numerics.py [--models llama vit] [--modes inference] [--device cuda] [--options JSON] [--rounds N]
-        [--json FILE]
+    python bench/bench_numerics.py [--models llama vit] [--modes inference] [--device cuda] [--options JSON]
+        [--rounds N] [--json FILE]
 
 The models are those of `bench_regions.py` that are installed, shrunk, with random weights; `LAYERS=1` in the
-environment makes them smaller, `WIDTH=1024 TOKENS=512` larger. Each is run in evaluation without gradients and in a training step with its dropout,
-three times with other inputs and seeds, beside eager with the same; the third call is one that omnicomp does not
-compare itself. `operators` counts them by their lowering, and `eager` says that the comparison found a difference, so
-that a graph or a piece of it ran eager. Where a call differs, `as captured` says whether it is that of
-`backend="eager"`, which runs what Dynamo captured, and `captured repeats` whether that gives its own bits again. With `--modes rows`, parts of a batch are compared with the whole of
-it under `numerics="batch-invariant"`, and by eager's own kernels.
+environment makes them smaller, `WIDTH=1024 TOKENS=512` larger. Each is run in evaluation without gradients and in a
+training step with its dropout, three times with other inputs and seeds, beside eager with the same; the third call is
+one that omnicomp does not compare itself. `operators` counts them by their lowering, and `eager` says that the
+comparison found a difference, so that a graph or a piece of it ran eager. Where a call differs, `as captured` says
+whether it is that of `backend="eager"`, which runs what Dynamo captured, and `captured repeats` whether that gives its
+own bits again. With `--modes rows`, parts of a batch are compared with the whole of it under
+`numerics="batch-invariant"`, and by eager's own kernels.
 """
 
 import argparse

@@ -133,12 +133,21 @@ MODELS: Final[dict[str, Model]] = {
     "mamba": _transformers("mamba", _tokens, {**_SMALL, "state_size": 8}),
     **{kind: _transformers(kind, _tokens, _SMALL) for kind in ("bert", "roberta", "electra", "albert", "deberta-v2")},
     "distilbert": _transformers(
-        "distilbert", _tokens, {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 2 * WIDTH, "vocab_size": 256}
+        "distilbert",
+        _tokens,
+        {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 2 * WIDTH, "vocab_size": 256},
     ),
     "t5": _transformers(
         "t5",
         _both,
-        {"d_model": WIDTH, "d_kv": WIDTH // 4, "d_ff": 2 * WIDTH, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 256},
+        {
+            "d_model": WIDTH,
+            "d_kv": WIDTH // 4,
+            "d_ff": 2 * WIDTH,
+            "num_layers": LAYERS,
+            "num_heads": 4,
+            "vocab_size": 256,
+        },
     ),
     "bart": _transformers(
         "bart",

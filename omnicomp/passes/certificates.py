@@ -300,7 +300,8 @@ def _of_mask(item: masks.Assumption, module: GraphModule) -> certify.Assumption 
     shape = tuple(hint_of(size) for size in value.shape)
     if math.prod(shape) > _MOST_MASKED:
         return None
-    for word in _words(item.holds):
+    words = _words(item.holds)
+    for word in (*words, *(f"{word} {certify.ONES}" for word in words if value.is_floating_point())):
         made = mask(word, shape, value.dtype).to(value.device)
         # Not by a `Checker`, which would remember it in place of masks of the program.
         found = reduced(item.check.forward(made))

@@ -2,9 +2,10 @@
 
 A graph before and after a pass are compared by the names of their nodes. A node that stayed, and reads something else
 than before, claims that both are equal. What computes each of the two is cut out up to the nodes that stayed, which
-become inputs of both small graphs. A cut is as small as it can be; `wider` moves it up, first to where values come from
-costly operators, and then to the graph's own inputs, for claims that hold because of how an input of the small graphs
-was made.
+become inputs of both small graphs. A cut is as small as it can be, but for what one side reads alone, as a mask that
+became a flag: the masks, positions and views that make it are a part of that side. `wider` moves a cut up, first to
+where values come from costly operators, and then to the graph's own inputs, for claims that hold because of how an
+input of the small graphs was made.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -218,19 +220,28 @@ class _Comparison:
         """The values that are claimed to be equal, old and new, in the order of the graph."""
         return sorted(self._claims, key=lambda pair: self.new.places[pair[1]])
 
-    def cut(self, *pairs: tuple[str, str], level: int = 0) -> Change:
-        """The part that computes pairs of values."""
+    def cut(self, *pairs: tuple[str, str], level: int = 0, shared: Collection[str] | None = None) -> Change:
+        """The part that computes pairs of values; `shared` is what both sides read of it."""
         ends = [self.old.nodes[name] for name, _ in pairs], [self.new.nodes[name] for _, name in pairs]
-        farther = (lambda _: False, self._cheap, _is_call)[level]
-        slices = [side.slice_of(end, farther) for side, end in zip((self.old, self.new), ends, strict=True)]
+
+        def apart(node: Node) -> bool:
+            return shared is not None and node.name not in shared and self._cheap(node)
+
+        farther = (apart, self._cheap, _is_call)[level]
         sides = self.old, self.new
+        slices = [side.slice_of(end, farther) for side, end in zip(sides, ends, strict=True)]
         ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
+        reads = [
+            {read: None for read in [*(read for node in nodes for read in node.all_input_nodes), *end]}
+            for nodes, end in zip(ordered, ends, strict=True)
+        ]
         # By their first use: in equal layers they may be made in another order, as where the first one makes a mask.
-        names: dict[str, None] = {}
-        for nodes, inside, end in zip(ordered, slices, ends, strict=True):
-            for read in [*(read for node in nodes for read in node.all_input_nodes), *end]:
-                if read not in inside:
-                    names.setdefault(read.name)
+        outside = [{r.name: r for r in read if r not in inside} for read, inside in zip(reads, slices, strict=True)]
+        names = {**outside[0], **outside[1]}
+        if level == 0 and shared is None:
+            both = outside[0].keys() & outside[1].keys()
+            if any(self._cheap(node) for name, node in names.items() if name not in both):
+                return self.cut(*pairs, shared=both)
         missing = [name for name in names if name not in self.old.nodes or name not in self.new.nodes]
         if missing:
             raise UncutError(f"{missing[0]} is read by one side, and is not in the other graph")
@@ -308,6 +319,8 @@ def _claimed(old: Node, new: Node) -> list[tuple[str, str]] | None:
 def _memory(node: Node) -> Iterator[int]:
     """The memory of the tensors that a node returns."""
     for leaf in tree_leaves(fake_value(node)):
+        while isinstance(leaf, torch.Tensor) and is_functorch_wrapped_tensor(leaf):  # of a graph with a `vmap` in it
+            leaf = get_unwrapped(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             yield leaf.untyped_storage()._cdata
 

@@ -844,11 +844,12 @@ def test_the_call_that_is_recorded_draws_its_own_numbers_while_the_recording_str
 ) -> None:
     """What is launched before a recording runs while its first replay multiplies, and has not reached the draw yet."""
     release = torch.cuda.empty_cache  # the last that torch does before it records
+    trees = trees_of(torch.cuda.current_device())
     x = torch.randn(8192, 8192, device="cuda")
 
     def busy() -> None:
         release()
-        with torch.cuda.stream(trees_of(torch.cuda.current_device()).stream):
+        with torch.cuda.stream(trees.stream):
             torch.cuda._sleep(500_000_000)
 
     def function(x: torch.Tensor) -> torch.Tensor:

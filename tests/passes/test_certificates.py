@@ -17,6 +17,8 @@ from omnicomp.analysis import certify
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes import Pass, PassContext, PassResult, certificates, check_budget, run_pipeline
 from omnicomp.passes.attention import assume
+from omnicomp.passes.attention.differentiable import ATTENTION_WITH_SINK
+from omnicomp.passes.attention.pinned import PINNED_ATTENTION
 from omnicomp.passes.legalise import Legalise
 from omnicomp.timeline import Certified
 
@@ -359,3 +361,32 @@ def test_other_dtypes_than_a_device_has_are_proved_up_to_rounding():
     verdicts = [event.verdict for event in context.timeline if isinstance(event, Certified)]
     assert verdicts
     assert set(verdicts) == {certify.PROVED}
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+def test_operators_of_kernels_that_are_not_here_are_checked_by_what_they_compute(
+    right: bool, dropout: float, kernel: str
+):
+    """With dropout, which the CPU's kernel does not have, and with a sink."""
+    scale = 0.5 if right else 0.6
+
+    def by_hand(q, k, v, sink):
+        scores = q @ k.mT * 0.5
+        if dropout:
+            return torch.nn.functional.dropout(torch.softmax(scores, -1), dropout) @ v
+        scores = torch.cat([scores, sink.reshape(1, 2, 1, 1).expand(1, 2, 6, 1)], -1)
+        return torch.softmax(scores, -1)[..., :-1] @ v
+
+    def fused(q, k, v, sink):
+        if dropout:
+            return PINNED_ATTENTION(q, k, v, scale=scale, dropout_p=dropout, kernel=kernel)
+        return ATTENTION_WITH_SINK(q, k, v, sink, scale=scale, kernel=kernel)
+
+    x = torch.zeros(1, 2, 6, 8, dtype=torch.bfloat16)
+    sides = [symbolic_trace(each) for each in (by_hand, fused)]
+    for side in sides:
+        describe(side, [x, x, x, torch.zeros(2, dtype=torch.bfloat16)])
+    claims = [certify.Assumption(kind) for kind in (certify.ROUNDING, certify.DRAWS)]
+    assert certify.check(*sides, assumptions=claims).verdict == (certify.PROVED if right else certify.REFUTED)

@@ -3,6 +3,7 @@ import operator
 import pytest
 import torch
 from torch.fx import GraphModule, symbolic_trace
+from torch.nn.attention.flex_attention import flex_attention
 
 from omnicomp._torch.fx import copy_module, describe
 from omnicomp.analysis.nodes import insert_call
@@ -50,6 +51,26 @@ def test_each_place_is_a_change_of_its_own_with_what_it_reads():
     assert [inputs_of(change) for change in found] == [["exp"], ["sin"]]
     assert all(map(same, found))
     assert [len(change.before.graph.nodes) for change in found] == [3, 3]
+
+
+def test_a_mask_that_one_side_reads_alone_is_a_part_of_that_side():
+    def attention(x, seen):
+        mask = torch.where(seen[:, None] & (torch.arange(4) <= torch.arange(4)[:, None]), 0.0, -1e9)
+        y = x.cos()
+        return torch.softmax(x.sin() @ y.mT + mask, -1) @ y, mask
+
+    before, after = graphs(attention, torch.ones(1, 4, 4), torch.ones(1, 4, dtype=torch.bool))
+    (softmax,) = after.graph.find_nodes(op="call_function", target=torch.softmax)
+    (product,) = (node for node in softmax.users if node.target is operator.matmul)
+    nodes = {node.name: node for node in after.graph.nodes}
+    sine, cosine = nodes["sin"], nodes["cos"]
+    fused = insert_call(product, torch.nn.functional.scaled_dot_product_attention, (sine, cosine, cosine))
+    fused.kwargs = {"is_causal": True, "scale": 1.0}
+    product.replace_all_uses_with(fused)
+    after.graph.eliminate_dead_code()
+    (change,) = changes(before, after)
+    assert inputs_of(change) == ["seen", "cos", "sin"]
+    assert sorted(inputs_of(change.wider())) == ["seen", "x"]
 
 
 def test_what_a_node_reads_elsewhere_now_is_claimed_to_be_equal():
@@ -145,6 +166,18 @@ def test_random_draws_are_compared_with_all_that_is_drawn():
     after.graph.erase_node(node)
     (change,) = changes(before, after)
     assert change.whole
+
+
+def test_flex_attention_is_cut_as_what_has_no_effect():
+    found: list[GraphModule] = []
+    call = torch.compile(lambda x: flex_attention(x, x, x) * 2, backend=lambda gm, _: found.append(gm) or gm)
+    call(torch.randn(1, 1, 4, 16))
+    before, after = found[0], copy_module(found[0])
+    (node,) = after.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+    node.replace_all_uses_with(insert_call(node, node.target, (*node.args[:5], 0.5, *node.args[6:]), node.kwargs))
+    after.graph.erase_node(node)
+    (change,) = changes(before, after)
+    assert not change.whole
 
 
 def test_another_number_of_outputs_is_not_cut():

@@ -25,6 +25,10 @@ class Saved(NamedTuple):
     padding: Any = 0  # how many elements the kernel's log-sum-exp has beyond the queries
 
 
+TRANSPARENT: Final[dict[Any, Callable[..., Any]]] = {}
+"""The functions of operators that `define` made."""
+
+
 def define(schema: str, function: Callable[..., Any]) -> Any:
     """Make `function` an operator of the namespace `omnicomp` that is transparent to tracing.
 
@@ -37,7 +41,9 @@ def define(schema: str, function: Callable[..., Any]) -> Any:
     _library.define(schema)
     name = schema.partition("(")[0]
     _library.impl(name, function, "CompositeImplicitAutograd")
-    return getattr(torch.ops.omnicomp, name).default
+    target = getattr(torch.ops.omnicomp, name).default
+    TRANSPARENT[target] = function
+    return target
 
 
 def in_transform() -> bool:

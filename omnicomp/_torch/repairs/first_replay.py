@@ -1,9 +1,9 @@
 """The random numbers of the call in which torch records a CUDA graph.
 
-A recording begins with zeros for the generator's offset, written on the stream that records. Behind it torch replays the
-graph on the program's stream, with the offset of the call, and lets neither stream wait for the other. Where other work
-holds the zeros up, as on a GPU that several processes share, they are written last, and the call draws the numbers of
-offset 0. It happened to one recording of 75 beside two more processes. The program's stream waits here.
+A recording begins with zeros for the generator's offset, written on the stream that records. Behind it torch replays
+the graph on the program's stream, with the offset of the call, and lets neither stream wait for the other. Where other
+work holds the zeros up, as on a GPU that several processes share, they are written last, and the call draws the numbers
+of offset 0. It happened to one recording of 75 beside two more processes. The program's stream waits here.
 """
 
 import contextlib

@@ -39,6 +39,8 @@ KINDS: Final[Mapping[str, str]] = {
 """The kinds of assumptions, and what each says."""
 
 MASK_CLASSES: Final = ("full", "hidden", "causal", "causal_bottom_right", "padding", "band", "prefix")
+ONES: Final = "ones"
+"""Behind a class: a mask of floating-point numbers has ones and zeros, in place of zeros and minus infinities."""
 """What an assumption of the kind `mask_class` may say; `padding` hides the last keys of each row alike.
 
 Numbers follow some: `band LEFT RIGHT`, where a query q sees the keys from q - LEFT to q + RIGHT, and `prefix RIGHT

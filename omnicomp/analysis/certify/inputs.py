@@ -21,7 +21,7 @@ def classes(assumptions: Sequence[c.Assumption]) -> dict[str, str]:
 
 def bounds(masks: Mapping[str, str]) -> set[int]:
     """The numbers in classes of masks."""
-    return {int(word) for detail in masks.values() for word in detail.split()[1:] if word != "-"}
+    return {int(word) for detail in masks.values() for word in detail.split()[1:] if word not in ("-", c.ONES)}
 
 
 def resized(masks: Mapping[str, str], made: Mapping[int, int]) -> dict[str, str]:
@@ -93,7 +93,7 @@ def _truth(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 def mask(detail: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, *, numbers: bool = True) -> Any:
     """A mask of a class: what is seen as a truth value, as a one, or as zero among minus infinities."""
     queries, keys = (*(1, 1), *shape)[-2:]
-    kind, *bounds = detail.split()
+    kind, *bounds = detail.removesuffix(f" {c.ONES}").split()
     if kind == "padding":
         seen = torch.arange(keys) < random.Random(seed).randint(1, keys)
         seen = seen.expand(queries, keys)
@@ -114,7 +114,8 @@ def mask(detail: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0,
     seen = seen.expand(shape).clone()
     if not dtype.is_floating_point:
         return seen.to(dtype)
-    fill = torch.zeros(shape, dtype=dtype).masked_fill(~seen, -math.inf)
+    ones = detail.endswith(f" {c.ONES}")
+    fill = seen.to(dtype) if ones else torch.zeros(shape, dtype=dtype).masked_fill(~seen, -math.inf)
     return fill if numbers else values.lifted(fill)
 
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omnicomp._torch.autograd.sdpa import TRANSPARENT
 from omnicomp._torch.inductor.triton_ops import REFERENCES
 from omnicomp.analysis.certify import values
 from omnicomp.analysis.certify.values import Residue, State, Unsupported
@@ -108,9 +110,26 @@ def _meant(op: str, target: Any) -> tuple[Definition, bool]:
         function: Any = METHODS.get(target) or _method(target)
     else:
         function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target)) or REFERENCES.get(target)
+        if function is None and target in TRANSPARENT:
+            function = _by_definitions(TRANSPARENT[target])
         if function is None and isinstance(target, torch._ops.HigherOrderOperator):
             function = _higher_order(target)
     return function or target, any(word in str(target) for word in _DRAWING)
+
+
+class _Defined(TorchFunctionMode):
+    """Inside, functions that Python code calls are their definitions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return DEFINITIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _by_definitions(function: Definition) -> Definition:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Defined():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _elements(value: Any) -> int:

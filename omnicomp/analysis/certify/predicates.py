@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.fx import fake_value
 from omnicomp.analysis.certify import sizes, structure
+from omnicomp.analysis.certify.certificate import ONES
 
 _MOST_CASES: Final = 64
 _MOST_BOUNDS: Final = 200
@@ -113,6 +114,7 @@ _JOIN: Final[dict[str, Callable[[Formula, Formula], Formula]]] = {
 _SPELLINGS: Final = {"&": "and", "|": "or", "and_": "and", "or_": "or", "invert": "not", "mod": "remainder"}
 _FACTORIES: Final = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like")
 _KEPT: Final = ("expand", "contiguous", "clone", "to", "bool", "long", "int", "expand_as", "detach", "alias", "type_as")
+_MOVED: Final = ("getitem", "gather", "index_select", "take_along_dim", "repeat", "tile", "roll", "flip")
 
 
 class _Following:
@@ -247,6 +249,8 @@ class _Following:
             return None
         if name in _KEPT:
             return of(first.number, first.formula)
+        if name in _MOVED and not any(key != 1 for key in _variables((first.number, first.formula))):
+            return of(first.number, first.formula)  # one value everywhere
         places = self._places(node, name, value, first)
         if places is None:
             return None
@@ -350,7 +354,7 @@ class _Following:
 
 def _of_class(detail: str, shape: Sequence[Linear]) -> Formula | None:
     """The formula of a mask of a class; None if it has none."""
-    kind, *bounds = detail.split()
+    kind, *bounds = detail.removesuffix(f" {ONES}").split()
     key, query = {("at", 0): 1}, {("at", 1): 1}
     first, second = ([None if each == "-" else {1: int(each)} for each in bounds] + [None, None])[:2]
     if kind in ("full", "hidden"):

@@ -159,6 +159,8 @@ def is_pure(node: Node) -> bool:
     """Whether a node may be erased once nobody uses it: it changes nothing, and draws no random numbers."""
     if node.op == "get_attr":
         return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.target.name() == "flex_attention"  # the graphs that it calls compute a score, or whether it counts
     name = kind(node)
     if not name or mutates(node) or name.removesuffix("_like") in _RANDOM:
         return False

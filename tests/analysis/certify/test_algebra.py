@@ -249,6 +249,19 @@ def test_masks_are_of_the_class_that_is_assumed() -> None:
         assert (found.verdict == certify.PROVED) == (causal == (kind == "causal")), found
 
 
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_a_mask_of_ones_and_zeros_in_floats_is_of_its_class(hidden: int) -> None:
+    """As a causal buffer of a model that was moved to half precision."""
+
+    def masked(q: Any, k: Any, v: Any, buffer: Any) -> Any:
+        return torch.softmax(scores(q, k).masked_fill(buffer == hidden, -INF), -1) @ v
+
+    given = *HEADS, torch.ones(1, 1, 5, 5)
+    claim = Assumption(certify.MASK_CLASS, "buffer_1", "causal ones")
+    found = compared(masked, lambda q, k, v, _: causal(q, k, v), *given, assume=[claim])
+    assert (found.verdict != certify.REFUTED) is (hidden == 0), found
+
+
 def test_rows_that_are_empty_are_named() -> None:
     """Eager gives NaN there, and torch's own attention zeros; an assumption covers it."""
 

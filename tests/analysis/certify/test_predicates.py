@@ -42,6 +42,10 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "triangle": (of(lambda q, k: k <= q + 2), lambda n: torch.ones(n, n, dtype=torch.bool).tril(2)),
     "from behind": (of(lambda q, k: k >= q), lambda n: torch.arange(n)[None] >= torch.arange(n)[:, None]),
     "transposed": (of(lambda q, k: k <= q), lambda n: torch.ones(n, n, dtype=torch.bool).triu().transpose(0, 1)),
+    "what all see, gathered": (
+        of(lambda q, k: (k <= q) & torch.ones(9, dtype=torch.bool)[k % 9].flip(1)),
+        of(lambda q, k: k <= q),
+    ),
     "sizes": (lambda n: torch.arange(n) < n - 7, lambda n: torch.arange(n) + 7 < n),
     "diagonal of sizes": (
         lambda n: torch.ones(n, n, dtype=torch.bool).tril(n - 3),
