@@ -186,7 +186,7 @@ class _Check:
     def _fewer(self, family: sizes.Family, position: int, known: Sequence[_Variant], count: int) -> list[_Variant]:
         """Both graphs with smaller sizes that none of the known ones has, `count` times at most."""
         found: list[_Variant] = []
-        for keep, start in ((sizes.STRUCTURE, 5 + position), (sizes.STRUCTURE, 7), (64, 65), (256, 257)):
+        for keep, start in ((sizes.STRUCTURE, 5 + position), (sizes.STRUCTURE, 7), (3, 4), (64, 65), (256, 257)):
             if len(found) >= count:
                 break
             variant = self._smaller(family, keep, start, _ELEMENTS)
