@@ -203,3 +203,13 @@ def test_with_eagers_numerics_every_bit_counts(right: bool) -> None:
     assert made.failed is not right
     sentences = [event.reason.sentence for event in timeline.events() if isinstance(event, Retreat)]
     assert sentences == ([] if right else ["result 0 is not eager's in every bit"])
+
+
+def test_with_eagers_numerics_random_numbers_are_compared_from_the_same_state() -> None:
+    made, _ = verifier(lambda x: x + torch.rand_like(x), X, numerics="eager")
+    torch.manual_seed(0)
+    expected, state = X + torch.rand_like(X), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(made.around(lambda args: (args[0] + torch.rand_like(args[0]),))([X])[0], expected)
+    assert made.verdict == "verified: eager's results in every bit"
+    assert torch.equal(torch.get_rng_state(), state)
