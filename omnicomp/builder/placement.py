@@ -10,7 +10,6 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
 
 from torch.fx import GraphModule, Node
 
@@ -19,14 +18,12 @@ from omnicomp.errors import LoweringError
 from omnicomp.lowerings import MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
 from omnicomp.lowerings.engines.program import EngineLowering
-from omnicomp.lowerings.exact import computes
+from omnicomp.lowerings.exact import called_by_code
 from omnicomp.lowerings.override import override_of
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.rewrite import REFUSED
 from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
-
-_FEWEST: Final = 2  # operators that are worth generated code between eager's kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,9 @@ class Plan:
     """The placement of a part."""
 
     runs: tuple[Run, ...]  # the nodes in program order, cut where the lowering changes
-    counts: dict[str, int]  # number of operators by lowering; an override inside an Inductor run counts as `override`
+    # The number of operators by lowering. Inside an Inductor run an override counts as `override`, and what it calls as
+    # eager's kernel by the option `numerics` as `eager`.
+    counts: dict[str, int]
     declined: tuple[NodePlacement, ...]  # nodes that an earlier lowering refused for a reason of its own
 
     @property
@@ -83,30 +82,36 @@ def place(
         runs = place(module, lowerings, usual, cut, boundaries, refused).runs
         forced = {node: subgraphs[index] for index, run in enumerate(runs) if index in subgraphs for node in run.nodes}
     placed: dict[Node, str] = {}
+    counted: dict[Node, str] = {}
     declined: list[NodePlacement] = []
     for node in module.graph.nodes:
         if not node.op.startswith("call_"):
             continue
         producer = node.args[0] if node.target is operator.getitem and node.args else None
         if isinstance(producer, Node) and producer in placed:
-            placed[node] = placed[producer]
+            placed[node], counted[node] = placed[producer], counted[producer]
             continue
         rule = forced.get(node) or _rule(node, context)
         placed[node], chain = _choose(
             node, lowerings, context, {**refused, MAIN.name: {**refused.get(MAIN.name, {}), **cut}}, rule
         )
+        counted[node] = "override" if override_of(node) is not None else placed[node]
+        if context.policy.numerics == "eager" and counted[node] == MAIN.name:
+            called = called_by_code(node, MAIN.name)
+            if called is not None:
+                counted[node], chain = "eager", (*chain, called)
         if chain:
             declined.append(
                 NodePlacement(
                     node=node.name,
                     op=_program_name(node),
-                    lowering="override" if override_of(node) is not None else placed[node],
+                    lowering=counted[node],
                     source=source_line(node),
                     module=module_path(node),
                     chain=chain,
                 )
             )
-    counts = Counter("override" if override_of(node) else lowering for node, lowering in placed.items())
+    counts = Counter(counted.values())
     return Plan(runs=_runs(placed, boundaries), counts=dict(sorted(counts.items())), declined=tuple(declined))
 
 
@@ -221,8 +226,6 @@ def taken_together(
         Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
         a whole is not taken; None if it is.
     """
-    if lowering is MAIN and context.policy.numerics == "eager" and sum(map(computes, nodes)) < _FEWEST:
-        return frozenset(), _too_few(nodes[0])
     if not isinstance(lowering, EngineLowering):
         return frozenset(), None
     if lowering.engine.clustering_for(context).strict:
@@ -230,16 +233,6 @@ def taken_together(
         if boundaries:
             return boundaries, None
     return frozenset(), lowering.accepts(nodes, context)
-
-
-def _too_few(node: Node) -> Reason:
-    return Reason(
-        code="not_profitable",
-        by=MAIN.name,
-        sentence="eager's kernels are around it, and generated code of one operator or of views alone fuses nothing",
-        node=f"{node.name} ({op_name(node)})",
-        lever='leave out options={"numerics": "eager"}',
-    )
 
 
 def _where_nothing_flows(nodes: Sequence[Node]) -> frozenset[str]:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.mutations import is_view
+from omnicomp._torch.symbols import free_unbacked_symbols
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.exact_operators import EXACT_OPERATORS
 from omnicomp.timeline import Reason
@@ -31,18 +32,19 @@ MOVING: Final = frozenset(
 
 def inexact(node: Node, by: str) -> Reason | None:
     """Why generated code of an operator may differ from eager's kernel in a bit; None if it gives eager's bits."""
-    if not computes(node):
+    if not computes(node) or _is_size(node):
         return None
     name = op_name(node).rpartition(".")[0]
     key = key_of(node.target, node.args, node.kwargs)
-    values = [fake_value(node), *map(fake_value, node.all_input_nodes)]
-    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    values = _values(node, *node.all_input_nodes)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors}
     exact = name in MOVING or (_rounds_alike(tensors) if name == "aten._to_copy" else False)
+    exact = exact or (name == "aten.copy_" and len({(value.dtype, value.device) for value in tensors}) == 1)
     # Masks are the results of comparisons, and come beside other operands.
     compared = dtypes - {"bool"} or dtypes
     differing = () if exact else tuple(sorted(compared.difference(EXACT_OPERATORS.get(key, ()))))
-    if tensors and not differing and all(v.layout is torch.strided and not v.is_complex() for v in tensors):
+    if tensors and not differing and all(map(_is_plain, tensors)):
         return None
     return Reason(
         code="not_exact",
@@ -64,6 +66,50 @@ def key_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 def computes(node: Node) -> bool:
     """Whether an operator is more than a view."""
     return node.target is not operator.getitem and not is_view(node)
+
+
+def _is_size(node: Node) -> bool:
+    """Whether a node computes a size of sizes."""
+    return isinstance(fake_value(node), torch.SymInt) and not any(
+        isinstance(value, torch.SymFloat) or _of_data(value) for value in _values(node, *node.all_input_nodes)
+    )
+
+
+def called_by_code(node: Node, by: str) -> Reason | None:
+    """Why generated code calls eager's kernel of an operator; None if it does not, or can't."""
+    return inexact(node, by) if has_external_kernel(node) else None
+
+
+def has_external_kernel(node: Node) -> bool:
+    """Whether generated code can call eager's kernel of an operator.
+
+    Not of one that is the program's, or of a collective, which may have effects; that writes to its operands; or that
+    has sizes or numbers that only data decides.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        return False
+    known = (torch.Tensor, torch.SymInt, int, float, type(None))
+    made = tree_leaves(fake_value(node))
+    return any(isinstance(value, torch.Tensor) for value in made) and all(
+        isinstance(value, known) and not _of_data(value) and _is_plain(value)
+        for value in (*made, *_values(*node.all_input_nodes))
+    )
+
+
+def _values(*nodes: Node) -> list[Any]:
+    return tree_leaves(list(map(fake_value, nodes)))
+
+
+def _of_data(value: Any) -> bool:
+    """Whether it is, or has, a size that only data decides."""
+    return isinstance(value, (torch.Tensor, torch.SymInt)) and bool(free_unbacked_symbols(value))
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or (
+        value.layout is torch.strided and not value.is_complex() and not value.is_quantized
+    )
 
 
 def _rounds_alike(tensors: list[Any]) -> bool:

@@ -10,12 +10,13 @@ from torch.fx import GraphModule, Node
 from omnicomp._torch.autograd.decompose import with_decompositions
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
+from omnicomp._torch.inductor.eager_kernels import call_eager, hold
 from omnicomp._torch.inductor.group_casts import cast_together
 from omnicomp._torch.inductor.recordable import Recordable
 from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
-from omnicomp.lowerings.exact import inexact
+from omnicomp.lowerings.exact import called_by_code, has_external_kernel, inexact
 from omnicomp.timeline import Reason
 
 
@@ -28,10 +29,11 @@ class InductorLowering:
     def supports(self, node: Node, context: LoweringContext) -> Support:
         """Everything: what Inductor has no code generator for, it calls as an external kernel itself.
 
-        With `numerics="eager"`, what it computes as eager does in every bit.
+        With `numerics="eager"`, what it computes as eager does in every bit, or calls as eager's kernel.
         """
         if compile_fx.has_inductor(context.device.type):
-            refused = inexact(node, self.name) if context.policy.numerics == "eager" else None
+            exact = context.policy.numerics != "eager" or has_external_kernel(node)
+            refused = None if exact else inexact(node, self.name)
             return refused or _negated(node, self.name)
         return Reason(
             code="lowering_excluded",
@@ -82,8 +84,13 @@ class InductorLowering:
 
 
 def _decomposed(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> GraphModule:
-    """The subgraph with Inductor's decompositions; with eager's numerics, without its passes on joint graphs."""
-    return with_decompositions(module, inputs, "" if context.policy.numerics == "eager" else context.part)
+    """The subgraph with Inductor's decompositions; with eager's numerics, of what code is generated for."""
+    if context.policy.numerics != "eager":
+        return with_decompositions(module, inputs, context.part)
+    call_eager(node for node in module.graph.nodes if called_by_code(node, "inductor") is not None)
+    made = with_decompositions(module, inputs, "")
+    hold(made.graph)
+    return made
 
 
 def _negated(node: Node, name: str) -> Support:

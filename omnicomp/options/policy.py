@@ -46,8 +46,11 @@ _EXACT: Final[dict[str, bool]] = {
     "eager_numerics.division_rounding": True,
     "fallback_random": True,
     "use_joint_graph_passes": False,
+    "use_post_grad_passes": False,
+    "comprehensive_padding": False,
+    "layout_optimization": False,
 }
-"""Inductor's keys for eager's rounding and random numbers, and without rewrites that change values."""
+"""Inductor's keys for eager's rounding, random numbers and strides, and without rewrites that change values."""
 _USUAL: Final = {"eager": LOWERINGS[1:], "batch-invariant": LOWERINGS[2:]}
 """The default orders of the option `numerics`."""
 _CHOOSE: Final = ("tuned", "measure")

@@ -92,7 +92,7 @@ def _line(event: Event, is_known: Callable[[Event, NodePlacement | None], bool])
 
 def _asked_for(node: NodePlacement) -> bool:
     """Whether a node is on eager's kernel because the option `numerics` asks for its values."""
-    return bool(node.chain) and node.chain[-1].code in ("not_exact", "not_profitable")
+    return bool(node.chain) and node.chain[-1].code == "not_exact"
 
 
 _KEY: Final = "the fallback budget"

@@ -17,11 +17,12 @@ from omnicomp._torch.user_code import user_operators
 from omnicomp.analysis.accuracy import PRECISIONS, copy_of, differences, judge
 from omnicomp.analysis.collectives import collectives_of
 from omnicomp.analysis.nodes import op_name
+from omnicomp.analysis.random_state import GeneratorStates, generator_states
 from omnicomp.errors import LoweringError, first_line, harmless
 from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.eager import EagerLowering
 from omnicomp.lowerings.override import put_references
-from omnicomp.runtime.guard import Boxed, draws_random_numbers
+from omnicomp.runtime.guard import Boxed, drawing_devices, draws_random_numbers
 from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Reason
 from omnicomp.timeline.recorder import record_step_down
@@ -87,7 +88,7 @@ class Verifier:
 
     def _verify(self, call: Boxed, inputs: list[Any]) -> Sequence[Any]:
         node = draws_random_numbers(self.module)
-        if node is not None:
+        if node is not None and not self._exact:
             self.verdict, self._done = f"not verified: {op_name(node)} draws other numbers in eager", True
             return call(inputs)
         if collectives_of(self.module):
@@ -98,6 +99,7 @@ class Verifier:
             self.verdict, self._done = f"not verified: {', '.join(operators)} of the program would run again", True
             return call(inputs)
         dtype, kept = PRECISIONS[self.context.policy.reference], list(inputs)
+        states = GeneratorStates(()) if node is None else generator_states(drawing_devices(self.module))
         try:
             own, again = (
                 [copy_of(value) if index in self._changed else value for index, value in enumerate(inputs)]
@@ -106,6 +108,7 @@ class Verifier:
             wide = [] if self._exact else [copy_of(value, dtype) for value in inputs]
             eager = self._eager_lowering()
             expected = list(eager.call(list(own)))
+            states.restore()
             repeated = list(eager.call(list(again))) if self._exact else []
             exact = (
                 []
@@ -114,7 +117,9 @@ class Verifier:
             )
         except Exception as error:  # noqa: BLE001 - becomes the verdict
             self.verdict, self._done = f"not verified: the reference raised {first_line(error)}", True
+            states.restore()
             return call(inputs)
+        states.restore()
         outputs = list(call(inputs))
         self._done = True
         if self._exact:

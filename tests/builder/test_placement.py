@@ -49,6 +49,15 @@ def test_everything_on_inductor_is_one_whole_run() -> None:
     assert plan.declined == ()
 
 
+def test_with_eagers_numerics_a_part_stays_whole_and_tells_what_eager_computes() -> None:
+    policy = parse(None, {"numerics": "eager"})
+    plan = place(trace(program, torch.rand(4)), in_order(policy.lowerings, ("inductor", "eager")), context(policy), {})
+    assert plan.whole
+    assert [node.op.split(".")[1] for node in plan.declined] == ["sin", "sort", "cos", "_to_copy"]
+    assert {(node.lowering, node.chain[-1].code) for node in plan.declined} == {("eager", "not_exact")}
+    assert plan.counts["eager"] == 6  # with the two results of `sort`
+
+
 def test_a_cut_node_and_its_getitems_leave_together() -> None:
     module = trace(program, torch.rand(4))
     plan = place(module, in_order(Policy().lowerings, ("inductor", "eager")), context(), {"sort": CUT})

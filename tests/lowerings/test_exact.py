@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from omnicomp.lowerings.exact import inexact
+from omnicomp.lowerings.exact import called_by_code, has_external_kernel, inexact
 
 FLOATS = torch.randn(4, 4)
 HALVES = FLOATS.bfloat16()
@@ -28,6 +28,7 @@ def last_of(function: Callable[..., Any], *inputs: Tensor) -> Any:
         lambda x: torch.cat([x, x]),
         lambda x: x.where(x > 0, 0.0),
         lambda x: x.bfloat16(),
+        lambda x: torch.ops.aten.copy_(torch.zeros_like(x), x),
     ],
 )
 def test_moves_and_what_was_never_seen_to_differ_may_be_fused(function: Callable[..., Any]) -> None:
@@ -46,9 +47,43 @@ def test_moves_and_what_was_never_seen_to_differ_may_be_fused(function: Callable
         (lambda x: torch.erf(x), HALVES),
         (lambda x: x.int(), FLOATS),
         (lambda x: x + x, FLOATS.to(torch.complex64)),
+        (lambda x: torch.ops.aten.copy_(torch.zeros_like(x), x.half()), FLOATS),
     ],
 )
 def test_all_else_is_eagers(function: Callable[..., Any], x: Tensor) -> None:
     reason = inexact(last_of(function, x), "inductor")
     assert reason is not None
     assert reason.code == "not_exact"
+
+
+@torch.library.custom_op("test_exact::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "can"),
+    [
+        (lambda x: x @ x, FLOATS, True),
+        (lambda x: torch.ops.aten.native_dropout(x, 0.5, True)[0], FLOATS, True),
+        (lambda x: x.topk(2)[1], FLOATS, True),
+        (lambda x: torch.ops.aten.exp_(x), FLOATS, False),
+        (twice, FLOATS, False),
+        (torch.fft.rfft, FLOATS, False),
+    ],
+)
+def test_generated_code_calls_operators_of_torchs_own_without_effects(
+    function: Callable[..., Any], x: Tensor, *, can: bool
+) -> None:
+    graph = make_fx(function, tracing_mode="fake")(x).graph
+    node = next(node for node in graph.nodes if node.op == "call_function")
+    assert has_external_kernel(node) is can
+    assert (called_by_code(node, "inductor") is not None) is can
+
+
+def test_sizes_of_sizes_are_no_reason_to_leave_the_graph() -> None:
+    graph = make_fx(lambda x: x.new_zeros(x.shape[0] * 2), tracing_mode="symbolic")(FLOATS).graph
+    assert all(inexact(node, "inductor") is None for node in graph.nodes if node.op == "call_function")

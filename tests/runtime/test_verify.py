@@ -218,3 +218,13 @@ def test_what_two_runs_of_eager_differ_in_is_not_blamed_on_the_code(wrong: bool)
     assert wrong or made.verdict.endswith("but for 1 in which two runs of eager differ")
     retreats = [event.reason.sentence for event in timeline.events() if isinstance(event, Retreat)]
     assert retreats == (["result 1 is not eager's in every bit"] if wrong else [])
+
+
+def test_with_eagers_numerics_random_numbers_are_compared_from_the_same_state() -> None:
+    made, _ = verifier(lambda x: x + torch.rand_like(x), X, numerics="eager")
+    torch.manual_seed(0)
+    expected, state = X + torch.rand_like(X), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(made.around(lambda args: (args[0] + torch.rand_like(args[0]),))([X])[0], expected)
+    assert made.verdict == "verified: eager's results in every bit"
+    assert torch.equal(torch.get_rng_state(), state)

@@ -17,9 +17,10 @@ from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Interpreter, traceback
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import GraphModule, Interpreter, Node, traceback
+from torch.fx.experimental.proxy_tensor import decompose, make_fx
 
+from omnicomp._torch.inductor.eager_kernels import calls_eager
 from omnicomp._torch.repairs.decompositions import decompositions_mended
 
 _CARRIED = ("user_visible_output_idxs",)
@@ -29,7 +30,8 @@ def with_decompositions(module: GraphModule, inputs: Sequence[Any], part: str) -
     """What Inductor would have been given, had the graph been traced with its decompositions.
 
     Args:
-        module: a graph after autograd that was traced without any; it is not changed.
+        module: a graph after autograd that was traced without any; it is not changed. What is to run on eager's kernels
+            stays as it is.
         inputs: fake tensors and symbolic sizes, one a placeholder.
         part: if it is `inference`, Inductor's passes on joint graphs run again, for what they find only now.
     """
@@ -93,12 +95,20 @@ def _call_inputs(graph: torch.fx.Graph, names: Sequence[str]) -> None:
         node.name = node.target = name
 
 
+class _Keeping(Interpreter):
+    """Runs a graph node by node, without decompositions of what is to run on eager's kernels."""
+
+    def run_node(self, n: Node) -> Any:
+        with decompose({}) if calls_eager(n) else contextlib.nullcontext():
+            return super().run_node(n)
+
+
 class _Traced(torch.nn.Module):
     """Runs a graph node by node, so that each new node gets the source line of the one that made it."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__()
-        self._run = Interpreter(module).run
+        self._run = _Keeping(module).run
         self.train(module.training)
 
     def forward(self, *args: Any) -> Any:

@@ -251,7 +251,7 @@ def generated_python(compiled: Any) -> str:
 
 _EXTERNAL: Final = re.compile(r"\b(torch\.ops\.[\w.]+|extern_kernels\.\w+)\(")
 _FROM_CPP: Final = re.compile(r'aoti_torch_call_dispatcher\("(\w+)::(\w+)", "(\w*)"')
-_ALIAS: Final = re.compile(r"^(\w+) = (torch\.ops\.[\w.]+)$", re.MULTILINE)
+_ALIAS: Final = re.compile(r"^(\w+) = (?:[\w.]+  # )?(torch\.ops\.[\w.]+)$", re.MULTILINE)
 _NOT_KERNELS: Final = ("torch.ops.inductor._reinterpret_tensor", "torch.ops.inductor._alloc_from_pool")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Generator
 
+from omnicomp._torch.inductor.eager_kernels import eager_kernels_called
 from omnicomp._torch.inductor.order_of_errors import errors_in_order
 from omnicomp._torch.repairs.body_inputs import inputs_kept
 from omnicomp._torch.repairs.captured_buffers import captured_computed
@@ -18,5 +19,11 @@ from omnicomp._torch.repairs.vector_functions import accurate_functions
 def inductor_repaired() -> Generator[None]:
     """Inside, Inductor is without the faults that are repaired in its own IR; on whatever thread."""
     with inputs_kept(), read_before_written(), written_before_read(), errors_in_order(), row_of_its_own():
-        with accurate_functions(), casts_rounded(), captured_computed(), one_layout_of_gradients():
+        with (
+            accurate_functions(),
+            casts_rounded(),
+            captured_computed(),
+            one_layout_of_gradients(),
+            eager_kernels_called(),
+        ):
             yield
