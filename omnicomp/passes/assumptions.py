@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -354,6 +354,12 @@ def _callers(root: GraphModule) -> Iterator[tuple[Graph, list[Node]]]:
     yield from found.items()
 
 
+def caller_of(region: GraphModule, root: GraphModule) -> Node | None:
+    """The one node that calls a region of a graph with operands in the order of what it takes; None if none does."""
+    calls = dict(_callers(root)).get(region.graph, [])
+    return calls[0] if len(calls) == 1 and _base_name(calls[0]) in _TRANSPARENT else None
+
+
 def _operand(placeholder: Node, callers: dict[Graph, list[Node]]) -> Node:
     """What the region of a placeholder is called with there."""
     calls = callers.get(placeholder.graph, [])
@@ -366,6 +372,11 @@ def _operand(placeholder: Node, callers: dict[Graph, list[Node]]) -> Node:
     if not isinstance(value, Node):
         raise _RefusedError(placeholder, "it is an input of a region that is not called with a tensor of the graph")
     return value
+
+
+def may_write(root: GraphModule, nodes: Iterable[Node]) -> bool:
+    """Whether a Dynamo graph may write to what some nodes return."""
+    return not _all_written(root).isdisjoint(_storages(tree_leaves([fake_value(node) for node in nodes])))
 
 
 def _refuse_writes(root: GraphModule, nodes: list[Node]) -> None:

@@ -31,7 +31,7 @@ from omnicomp.analysis.nodes import all_nodes, fake_value, module_path, op_name,
 from omnicomp.devices import Device, primary_device
 from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
-from omnicomp.passes.assumptions import Assumption
+from omnicomp.passes.assumptions import Assumption, caller_of
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
 from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
@@ -461,6 +461,7 @@ def _certify(
     results = [leaf for leaf in _outputs(old) if isinstance(leaf, torch.Tensor)]
     differentiated = context.training or any(leaf.requires_grad for leaf in results)
     decision = context.memo.pop(DECISION, "")
+    caller = None if context.root in (None, region) else caller_of(region, context.root)
     found = certified(
         item.name,
         (*item.claims(context), *(() if differentiated else (Claim(NO_GRADIENTS),))),
@@ -471,7 +472,8 @@ def _certify(
         known=context.certificates,
         always=context.certify == "always",
         budget=context.budget if bounded else None,
-        whole=f"{decision} {fingerprint}" if decision else "",
+        whole=f"{decision} {fingerprint}" if decision and caller is None else "",  # which tells nothing of a caller
+        caller=caller,
     )
     refuted = {node for event in found if event.verdict == REFUTED for node in (event.node, *event.nodes)}
     told = [each for each in context.timeline.events() if isinstance(each, Rewrite) and each.name == item.name]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -112,6 +112,7 @@ def certified(
     refuting: Callable[[Change, Certified], Certified] = lambda change, event: event,
     budget: CheckBudget | None = None,
     whole: str = "",
+    caller: Node | None = None,
 ) -> list[Certified]:
     """Check all that a pass changed in a graph, and take back what computes something else.
 
@@ -128,6 +129,7 @@ def certified(
         refuting: adds to what is told of a part that is refuted.
         budget: what the checks may take; parts behind it are told to be unchecked.
         whole: tells both graphs, if something short does: then no part is cut out of them a second time.
+        caller: the node that calls the graph, if it is a region of another one.
 
     Returns:
         What was found of each part, with the verdict `refuted` for those that were taken back.
@@ -145,7 +147,7 @@ def certified(
     found: list[Certified] = []
     wrong: list[tuple[Certified, Callable[[], None]]] = []
     try:
-        for change in changes(before, after):
+        for change in changes(before, after, caller):
             made = _certified(name, change, rests, unsaid, known, always, prepare, budget)
             event = dataclasses.replace(made, graph=graph)
             event = refuting(change, event) if event.verdict == certify.REFUTED else event

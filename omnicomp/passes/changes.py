@@ -4,8 +4,8 @@ A graph before and after a pass are compared by the names of their nodes. A node
 than before, claims that both are equal. What computes each of the two is cut out up to the nodes that stayed, which
 become inputs of both small graphs. A cut is as small as it can be, but for what one side reads alone, as a mask that
 became a flag: the masks, positions and views that make it are a part of that side. `wider` moves a cut up, first to
-where values come from costly operators, and then to the graph's own inputs, for claims that hold because of how an
-input of the small graphs was made.
+where values come from costly operators, then to the graph's own inputs, and, in a graph that another one calls, to
+where that makes these by cheap operators, for claims that hold because of how an input of the small graphs was made.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import lazy_module
 from omnicomp.analysis.nodes import fake_value
-from omnicomp.passes.assumptions import is_cheap
+from omnicomp.passes.assumptions import is_cheap, may_write
 from omnicomp.passes.attention.nodes import is_pure, mutates
 
 _MOST_CONSTANT_BYTES: Final = 2**20
@@ -48,7 +48,7 @@ class UncutError(Exception):
     """Why a change can't be cut out of its graph."""
 
 
-def changes(before: GraphModule, after: GraphModule) -> Iterator[Change]:
+def changes(before: GraphModule, after: GraphModule, caller: Node | None = None) -> Iterator[Change]:
     """The parts of a graph that a pass changed; parts that share nothing but what they read are apart.
 
     Where a part draws random numbers, writes to memory, or reads memory that is written to, the graphs are compared as
@@ -57,11 +57,12 @@ def changes(before: GraphModule, after: GraphModule) -> Iterator[Change]:
     Args:
         before: a copy of the graph as it was, with the same names of nodes.
         after: the graph as it is.
+        caller: the node that calls it with what it takes, if it is a region of another graph.
 
     Raises:
         UncutError: it can't be cut, and the graph is too large to be compared as a whole.
     """
-    comparison = _Comparison(before, after)
+    comparison = _Comparison(before, after, caller=caller)
     if not comparison.changed:
         return
     obstacle = comparison.obstacle()
@@ -69,7 +70,8 @@ def changes(before: GraphModule, after: GraphModule) -> Iterator[Change]:
         if len(after.graph.nodes) > _MOST_WHOLE:
             raise UncutError(f"{obstacle.name} writes to memory or draws random numbers, and the graph is large")
         nodes = tuple(node.name for node in after.graph.nodes if node in comparison.new.inside)
-        yield Change(before=before, after=after, at=comparison.first, nodes=nodes, whole=True)
+        change = Change(before=before, after=after, at=comparison.first, nodes=nodes, whole=True)
+        yield dataclasses.replace(change, wider=lambda: comparison.called(change))
         return
     for pair in comparison.pairs():
         change = comparison.cut(pair)
@@ -147,8 +149,10 @@ class _Side:
 class _Comparison:
     """Two graphs, node by node."""
 
-    def __init__(self, before: GraphModule, after: GraphModule, readers: Collection[str] = ()) -> None:
-        self.old, self.new = _Side(before), _Side(after)
+    def __init__(
+        self, before: GraphModule, after: GraphModule, readers: Collection[str] = (), caller: Node | None = None
+    ) -> None:
+        self.old, self.new, self.caller = _Side(before), _Side(after), caller
         old, new = self.old.nodes, self.new.nodes
         self.common = [name for name in new if name in old]
         self._claims: dict[tuple[str, str], str] = {}
@@ -265,7 +269,7 @@ class _Comparison:
         if not readers or not all(_is_call(node) and is_pure(node) for node in readers):
             return None
         names = [node.name for node in readers]
-        return _Comparison(self.old.module, self.new.module, names).cut(*zip(names, names, strict=True))
+        return _Comparison(self.old.module, self.new.module, names, self.caller).cut(*zip(names, names, strict=True))
 
     def _undo(self, pair: tuple[str, str]) -> None:
         """Compute a value as the old graph did, for all that read it there."""
@@ -293,9 +297,25 @@ class _Comparison:
         nodes = [self.new.nodes[name] for name in inputs]
         if level == 1 and not any(map(self._cheap, nodes)):
             level = 2
-        if level > 2 or not any(map(_is_call, nodes)):
+        if level <= 2 and any(map(_is_call, nodes)):
+            return self.cut(pair, level=level)
+        return None if self.caller is None else self.called(self.cut(pair, level=2))
+
+    def called(self, change: Change) -> Change | None:
+        """The same part with the cheap operators by which the caller makes what it takes; None if there are none."""
+        if self.caller is None or self.caller.graph.owning_module is None:
             return None
-        return self.cut(pair, level=level)
+        names = [node.name for node in self.new.module.graph.find_nodes(op="placeholder")]
+        given = dict(zip(names, self.caller.args[1:], strict=True))
+        taken = [given[node.name] for node in change.after.graph.find_nodes(op="placeholder") if node.name in given]
+        outer = _Side(self.caller.graph.owning_module)
+        found = outer.slice_of([each for each in taken if isinstance(each, Node)], is_cheap)
+        read = {each for node in found for each in (node, *node.all_input_nodes)}
+        if not any(map(_is_call, found)) or may_write(outer.module, read):
+            return None
+        nodes = [node for node in outer.nodes.values() if node in found]
+        sides = [_called(outer, nodes, side, given) for side in (change.before, change.after)]
+        return dataclasses.replace(change, before=sides[0], after=sides[1], wider=lambda: None)
 
     def _cheap(self, node: Node) -> bool:
         """Whether a node that stayed is one that masks, positions and views are made by."""
@@ -367,6 +387,39 @@ def _module(side: _Side, inputs: Sequence[str], nodes: Sequence[Node], ends: Seq
         if node.op in ("get_attr", "call_module"):
             held[str(node.target)] = _attribute(side.module, str(node.target))
     graph.output(tuple(values[end] for end in ends))
+    return lazy_module(held, graph)
+
+
+def _called(outer: _Side, nodes: Sequence[Node], inner: GraphModule, given: Mapping[str, Any]) -> GraphModule:
+    """A graph behind nodes of its caller, which are in order.
+
+    Args:
+        outer: the graph of the caller.
+        nodes: what makes the graph's inputs there.
+        inner: the graph.
+        given: what the caller gives for inputs, by their names.
+    """
+    graph = torch.fx.Graph()
+    values: dict[Node, Any] = {}
+    held: dict[str, Any] = {}
+    inputs = inner.graph.find_nodes(op="placeholder")
+    taken = [given.get(node.name, node) for node in inputs]
+    for read in dict.fromkeys([*(read for node in nodes for read in node.all_input_nodes), *taken]):
+        if isinstance(read, Node) and read not in nodes:
+            values[read] = made = graph.create_node("placeholder", read.name, name=read.name)
+            made.meta.update(_described(read))
+    for node in nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if node.op == "get_attr":
+            held[str(node.target)] = _attribute(outer.module, str(node.target))
+    values |= {node: values[each] if isinstance(each, Node) else each for node, each in zip(inputs, taken, strict=True)}
+    *own, output = (node for node in inner.graph.nodes if node.op != "placeholder")
+    for node in own:
+        values[node] = made = graph.node_copy(node, values.__getitem__)
+        if node.op in ("get_attr", "call_module"):
+            made.target = f"called_{str(node.target).replace('.', '_')}"
+            held[made.target] = _attribute(inner, str(node.target))
+    graph.output(map_arg(output.args[0], values.__getitem__))
     return lazy_module(held, graph)
 
 

@@ -45,6 +45,22 @@ class Doubling(Pass):
         return PassResult(module, bool(found))
 
 
+@dataclasses.dataclass(frozen=True)
+class Unscaled(Pass):
+    """Regions do not multiply by what they are called with, which is right for ones alone."""
+
+    name: ClassVar[str] = "unscaled"
+
+    def applies(self, module, context: PassContext) -> bool:
+        return module is not context.root
+
+    def run(self, module, context: PassContext) -> PassResult:
+        for node in list(module.graph.find_nodes(op="call_function", target=operator.mul)):
+            node.replace_all_uses_with(insert_call(node, torch.clone, (node.args[0],)))
+            module.graph.erase_node(node)
+        return PassResult(module, True)
+
+
 def function(x):
     return ((x.exp() * 2).sin() * 2).cos() * 3
 
@@ -316,6 +332,48 @@ def test_attention_with_a_mask_as_input_is_not_refuted():
     torch.testing.assert_close(compiled(x, x, x, mask), attention(x, x, x, mask))
     assert certified()
     assert certify.REFUTED not in {event.verdict for event in certified()}
+
+
+def checkpointed(function, *operands):
+    return torch.utils.checkpoint.checkpoint(function, *operands, use_reentrant=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mask_that_the_caller_of_a_region_makes_is_known_there(training: bool):
+    def attention(q, mask):
+        return (q @ q.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ q
+
+    def function(q):
+        mask = torch.arange(6) <= torch.arange(6)[:, None]
+        return checkpointed(attention, checkpointed(attention, q.sin(), mask), mask)
+
+    x = torch.randn(2, 4, 6, 8, requires_grad=training)
+    torch.compiler.reset()
+    with torch.set_grad_enabled(training):
+        found = torch.compile(function, backend="omni", options={"lowerings": ["eager"], "certify": "new"})(x)
+    torch.testing.assert_close(found, function(x))
+    assert certified()
+    assert {event.verdict for event in certified()} <= {certify.PROVED, certify.PROVED_FOR_SIZES}
+    assert ["is_causal" in site.detail for site in omnicomp.audit().graphs[0].rewrites] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("factor", "right"),
+    [
+        (lambda: torch.ones(4), True),
+        (lambda: torch.full((4,), 2.0), False),
+        (lambda: torch.ones(4).mul_(2), False),
+    ],
+)
+def test_what_a_region_is_called_with_counts_unless_something_writes_to_it(factor, right: bool):
+    def function(x):
+        return checkpointed(lambda x, factor: (x * factor).sin(), x.cos(), factor()) + 1
+
+    x = torch.randn(4, requires_grad=True)
+    torch.compiler.reset()
+    options = {"lowerings": ["eager"], "certify": "new", "passes": [Unscaled()]}
+    torch.testing.assert_close(torch.compile(function, backend="omni", options=options)(x), function(x))
+    assert [event.verdict != certify.REFUTED for event in certified()] == [right]
 
 
 def test_exponentials_that_a_mask_sets_to_zero_are_proved_to_be_masked_scores():

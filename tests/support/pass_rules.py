@@ -254,6 +254,26 @@ def corner(last: bool) -> Function:
     return run
 
 
+def filled(empty: int = 0, through: Function = lambda q: q, unseen: int = 2) -> Function:
+    """Attention with later keys hidden by a sum, and the first two by a fill: its first rows see nothing.
+
+    Scores that a minimum is added to pass gradients on even there, unless the queries of the rows are zeros.
+
+    Args:
+        empty: how many rows of queries are zeros.
+        through: what happens to queries.
+        unseen: to how many queries each key is a later one.
+    """
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        late = torch.where((columns > rows) | (rows < unseen), -1e30, 0.0)
+        scores = through(q.masked_fill(rows < empty, 0.0)) @ k.mT / q.shape[-1] ** 0.5 + late
+        return scores.masked_fill(columns < 2, -1e30).softmax(-1) @ v
+
+    return run
+
+
 _DRAWS: dict[str, Function] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "integers": lambda x: torch.randint(0, 5, (x.shape[-1],)),
@@ -485,6 +505,12 @@ lost gradient where results are no numbers: x.sqrt() + y -> (x.sqrt() + y).maske
 gradient through no_grad: no_grad(x, y) -> y * x.sum() + x
 detached factor: (x @ y) * (x @ y).detach() -> (x @ y) * (x @ y)
 maximum with ties: torch.where(x > y, x, y) -> torch.maximum(x, y)
+== qkv: 2x6x8 2x6x8 2x6x8 grad finite_inputs
+lost gradient where all is filled: filled()(q, k, v) -> filled(2)(q, k, v)
+== qkv: 2x6x8 2x6x8 2x6x8 grad finite_inputs fill_hides
+lost gradient of what is seen: filled()(q, k, v) -> filled(2, lambda q: q.detach())(q, k, v)
+another gradient of what is seen: filled()(q, k, v) -> filled(2, lambda q: 1.5 * q - 0.5 * q.detach())(q, k, v)
+lost gradient where all rows are filled: filled(0, unseen=6)(q, k, v) -> filled(6, unseen=6)(q, k, v)
 == x: 6x6 grad
 straight through: straight_through(x) -> x.round() + 0 * x
 clamp by two with ties: x.clamp(0, 1) -> torch.minimum(torch.maximum(x, torch.zeros(())), torch.ones(()))
@@ -812,6 +838,8 @@ exact power of two: x * 0.5 -> (x.float() / 2).bfloat16()
 gradient in another order: (x * y).sum(-1) * 2 -> (2 * x * y).sum(-1)
 == xy: 6x6 6x6 grad finite_inputs
 lost gradient where results are no numbers, as claimed: x.sqrt() + y -> (x.sqrt() + y).masked_fill(x < 0, math.nan)
+== qkv: 2x6x8 2x6x8 2x6x8 grad finite_inputs fill_hides
+lost gradient where all is filled, which weighs nothing: filled()(q, k, v) -> filled(2)(q, k, v)
 == xy: 6x6 6x6 grad no_gradients
 lost gradient that nobody asks for: x * y + x -> x * y.detach() + x
 == x: 6x6 grad

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.run_in_precision import InPrecision, on_real_tensors
 from omnicomp._torch.fx import fake_value
@@ -431,8 +432,12 @@ class _Check:
         for given, words in ((drawn, ""), (ties, ", for numbers of which some are equal or zero")):
             try:
                 wrong = self._other_gradient(variant, asked, given)
-                if wrong is not None and self._other_gradient(variant, asked, given, of_numbers=True) is None:
+                read = None if wrong is None else self._numbers_in(variant, asked, given, State())
+                if wrong is not None and self._other_gradient(variant, asked, given, read) is None:
                     self._differ(c.FINITE_INPUTS, f"the gradient of {wrong[0]} by results that are no numbers")
+                    wrong = None
+                if wrong is not None and self._of_empty_rows(variant, asked, given):
+                    self._differ(c.FILL_HIDES, f"the gradient of {wrong[0]} by rows of which all is filled")
                     wrong = None
             except Exception as error:  # noqa: BLE001 - becomes what the method says
                 self.methods.append(c.Method(name="gradients", holds=None, detail=_said(error)))
@@ -445,8 +450,50 @@ class _Check:
         self.methods.append(c.Method(name="gradients", holds=True))
         return None
 
+    def _of_empty_rows(self, variant: _Variant, asked: Sequence[int], given: Sequence[Any]) -> bool:
+        """Whether gradients differ by results alone that are NaN if all fills are -inf, which weigh nothing by a claim.
+
+        What a softmax makes of a row of fills is such a result.
+        """
+        threshold = self._state().threshold
+        if threshold == -math.inf:
+            return False
+
+        def hide(node: Any, args: Any, kwargs: Any, result: Any) -> None:
+            for value in filter(_floating, tree_leaves(result)):
+                filled = (value <= threshold) & value.isfinite()
+                if bool(filled.any()):
+                    value.detach().masked_fill_(filled, -math.inf)
+
+        try:
+            read = self._numbers_in(variant, asked, given, State(watch=hide))
+            if any(2 * int(each.sum()) < each.numel() for each in read):
+                return False  # too little is left to go by
+            return self._other_gradient(variant, asked, given, read) is None
+        except Exception as error:  # noqa: BLE001 - then the difference stays one
+            self.methods.append(c.Method(name="gradients", holds=None, detail=_said(error)))
+            return False
+
+    def _ends(
+        self, module: GraphModule, asked: Sequence[int], given: Sequence[Any], state: State
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """Inputs that ask for gradients at some places, and the results that have any."""
+        own = [v.clone().double().requires_grad_(i in asked) if _floating(v) else v for i, v in enumerate(given)]
+        return own, [v for _, v in self._side(module, own, state) if _floating(v) and v.requires_grad]
+
+    def _numbers_in(
+        self, variant: _Variant, asked: Sequence[int], given: Sequence[Any], state: State
+    ) -> list[torch.Tensor]:
+        """Where results of the first graph that have gradients are no infinity or NaN."""
+        with InPrecision(torch.float64), torch.enable_grad():
+            return [v.isfinite() for v in self._ends(variant.before, asked, given, state)[1]]
+
     def _other_gradient(
-        self, variant: _Variant, asked: Sequence[int], given: Sequence[Any], *, of_numbers: bool = False
+        self,
+        variant: _Variant,
+        asked: Sequence[int],
+        given: Sequence[Any],
+        read: Sequence[torch.Tensor] | None = None,
     ) -> tuple[str, c.Witness] | None:
         """The first input whose gradients differ, with the difference.
 
@@ -454,21 +501,16 @@ class _Check:
             variant: the graphs.
             asked: the places of the inputs with gradients.
             given: the inputs.
-            of_numbers: whether a loss is differentiated that reads no infinity or NaN of the first graph's results: of
-                one that does, gradients say little.
+            read: where the loss that is differentiated reads the results, as gradients of infinity and NaN say little;
+                None reads all.
         """
-        read: dict[int, torch.Tensor] = {}
 
         def made(module: GraphModule) -> list[torch.Tensor]:
-            own = [v.clone().double().requires_grad_(i in asked) if _floating(v) else v for i, v in enumerate(given)]
-            ends = [v for _, v in self._side(module, own, State()) if _floating(v) and v.requires_grad]
+            own, ends = self._ends(module, asked, given, State())
             generator = torch.Generator().manual_seed(self.seed)
             weights = [torch.randn(v.shape, generator=generator, dtype=torch.float64) for v in ends]
-            if of_numbers:
-                weights = [
-                    torch.where(read.setdefault(i, v.detach().isfinite()), weight, 0.0)
-                    for i, (v, weight) in enumerate(zip(ends, weights, strict=True))
-                ]
+            if read is not None:
+                weights = [torch.where(each, weight, 0.0) for each, weight in zip(read, weights, strict=True)]
             wanted = [own[i] for i in asked]
             if not ends:
                 return list(map(torch.zeros_like, wanted))

@@ -15,7 +15,7 @@ from omnicomp.passes.attention.form import Form, number
 from omnicomp.passes.attention.masking import Masking, mask_key, own_masking, seen_by_value
 from omnicomp.passes.attention.operands import visible
 from omnicomp.passes.attention.reader import cast
-from omnicomp.passes.attention.sdpa import Variant, check_empty_rows, finish, parts
+from omnicomp.passes.attention.sdpa import Variant, check_empty_rows, finish, for_each_head, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step, axes_in
 from omnicomp.passes.attention.terms import Apply, Index, Number, Position, Read, Scores, Term, flat, leaves
@@ -217,8 +217,5 @@ def _average_empty_rows(site: Site, form: Form, value: Any, keep: Term, fused: A
     empty = call(torch.logical_not, (call(torch.any, (made,), {"dim": -1, "keepdim": True}),))
     mean = call(torch.mean, (value,), {"dim": -2, "keepdim": True})
     if form.shared:
-        copies = 1
-        for axis in form.shared:
-            copies *= hint_of(axis.size)
-        mean = call(torch.repeat_interleave, (mean, copies), {"dim": 1})
+        mean = for_each_head(mean, form, attempt.builder)
     return call(torch.where, (empty, mean, fused))

@@ -84,7 +84,7 @@ class _Match:
         self.late = normalized_later(softmax)
         self.passed: list[Value] = []
         self.dropout = 0.0
-        self.undefined = float("nan")
+        self.repaired = False
         self.weights: list[Step | Emptied] = []
         self.sinks: list[Term] = []
         self.gate = gate(softmax, product, reader) if self.late is None else None
@@ -154,7 +154,8 @@ class _Match:
             gated=self.gate is not None,
             dropout=self.dropout,
             weights=self.weights,
-            undefined=self.undefined,
+            undefined=0.0 if self.repaired else math.nan,
+            repaired=self.repaired,
             dtype=dtype,
             product=op.node,
         )
@@ -322,8 +323,8 @@ class _Match:
             if op.name in VIEWS:
                 value, at = source(op, value.index, at)
             elif op.name == "nan_to_num" and not op.argument("nan"):
-                # No weight is infinite; those of rows without keys are NaN.
-                value, self.undefined = op.args[0], 0.0
+                # No weight is infinite; those of rows without keys are NaN, and of rows with a score that is none.
+                value, self.repaired = op.args[0], True
             elif op.name == "dropout":
                 self.dropout = self._drop(op)
                 value = op.args[0]

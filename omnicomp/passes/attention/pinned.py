@@ -1,6 +1,7 @@
 """`scaled_dot_product_attention` pinned to a kernel: the one that was measured to be the fastest, or by rule cuDNN's.
 
-torch prefers its flash kernel. On Hopper, cuDNN's is faster nearly wherever it runs (docs/benchmarks.md).
+torch prefers its flash kernel. On Hopper, cuDNN's is faster nearly wherever it runs (docs/benchmarks.md). On the
+CPU, which has one, the mask keeps its dtype, where `torch.autocast` would round it to that of the queries.
 """
 
 from typing import Final
@@ -75,7 +76,7 @@ def pinned_attention(
         query: [B, H, Q, D].
         key: [B, Hkv, K, D].
         value: [B, Hkv, K, Dv].
-        attn_mask: in the queries' dtype, broadcastable to [B, H, Q, K].
+        attn_mask: broadcastable to [B, H, Q, K], in the queries' dtype, on the CPU also in float32.
         scale: factor of the products.
         dropout_p: probability that a weight is dropped.
         is_causal: hide the keys after the query.
@@ -85,7 +86,7 @@ def pinned_attention(
     Returns:
         [B, H, Q, Dv].
     """
-    with kernel_first(kernel):
+    with kernel_first(kernel), torch.autocast("cpu", enabled=False):
         return SDPA(
             query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -95,6 +95,8 @@ class Parts:
 
 def finish(site: Site, form: Form, fused: Any, made: Parts, builder: Builder) -> Any:
     """Cut padding off, and apply what was done to the weights of whole rows."""
+    if site.repaired:
+        fused = _without_nan(form, fused, made.value, builder)
     if made.width is not None:
         fused = builder.call(torch.narrow, (fused, 3, 0, made.width))
     if made.shared is not None:
@@ -163,6 +165,21 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         empty=empty,
         shared=count,
     )
+
+
+def _without_nan(form: Form, fused: Any, value: Any, builder: Builder) -> Any:
+    """The output of weights that are zero where they were NaN, which beside values that are no numbers make NaN."""
+    call = builder.call
+    nothing = call(torch.amax, (call(torch.mul, (call(torch.detach, (value,)), 0.0)),), {"dim": 2, "keepdim": True})
+    if not known_equal(value_of(nothing).shape[1], value_of(fused).shape[1]):
+        nothing = for_each_head(nothing, form, builder)
+    return call(torch.where, (call(torch.isnan, (fused,)), nothing, fused))
+
+
+def for_each_head(item: Any, form: Form, builder: Builder) -> Any:
+    """What there is for each head of the keys, for each head of the queries."""
+    copies = math.prod(hint_of(axis.size) for axis in form.shared)
+    return builder.call(torch.repeat_interleave, (item, copies), {"dim": 1})
 
 
 def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder) -> Any:

@@ -173,6 +173,7 @@ class Site:
         dropout: probability of an active dropout on the weights, or 0.
         weights: factors on the weights after the softmax.
         undefined: what the weights are in rows that are -inf for every key: NaN, unless the program replaces that.
+        repaired: whether the program makes every weight zero that is NaN, whatever it comes from.
         dtype: dtype of the output, in which the attention will run.
         chain: the nodes of the graph that the rewrite makes superfluous.
         product: the node of the product of queries and keys.
@@ -201,6 +202,7 @@ class Site:
     dropout: float = 0.0
     weights: list[Step | Emptied] = dataclasses.field(default_factory=list[Step | Emptied])
     undefined: float = float("nan")
+    repaired: bool = False
     chain: set[Node] = dataclasses.field(default_factory=set[Node])
     call: Call | None = None
 

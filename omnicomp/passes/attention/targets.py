@@ -404,6 +404,8 @@ def _decided(
         return fused_kernel(functools.partial(_try, target, operands, named, dtype))
 
     usual = taken("")
+    if usual and mask is not None and site.call is None and fake_value(mask).dtype not in (torch.bool, query.dtype):
+        return "flash", taken("flash"), None  # which the CPU has; under autocast, torch's function rounds the mask
     rule = ""
     training = bool(site.fake().requires_grad)
     wrong = training and has_wrong_backward(query, key, dtype)

@@ -185,6 +185,11 @@ UNSEEN = {
         (q @ k[:, :2].repeat_interleave(2, 1).mT).masked_fill(~kept, -1e9), v[:, :2].repeat_interleave(2, 1)
     ),
     "of a query": lambda q, k, v, kept: attend((q[:, :, :1] @ k.mT).masked_fill(torch.arange(8) > 5, -1e9), v),
+    "repaired": lambda q, k, v, kept: torch.nan_to_num(torch.softmax(q @ k.mT + added(q, kept), -1)) @ v,
+    "repaired in groups": lambda q, k, v, kept: (
+        torch.nan_to_num(torch.softmax(q @ k[:, :2].repeat_interleave(2, 1).mT + added(q, kept), -1))
+        @ v[:, :2].repeat_interleave(2, 1)
+    ),
 }
 
 
@@ -198,6 +203,34 @@ def test_what_keys_hold_that_no_query_sees_matters_as_in_eager(name, where, held
     found = compiled(UNSEEN[name], backend)(q, k, v, LENGTH)
     assert backend.rewrite()
     torch.testing.assert_close(found, UNSEEN[name](q, k, v, LENGTH), equal_nan=True)
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_weights_that_are_no_numbers_and_the_program_repairs(where):
+    q, k, v, m = inputs()
+    arguments = {"query": q, "key": k, "value": v}
+    arguments[where][0, 1, 2, 3:] = math.nan
+    backend = Backend()
+    function = lambda q, k, v, m: torch.nan_to_num(torch.softmax(q @ k.mT + m, -1)) @ v  # noqa: E731
+    found = compiled(function, backend)(q, k, v, m)
+    assert backend.rewrite()
+    torch.testing.assert_close(found, function(q, k, v, m), equal_nan=True)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_bias_beside_a_number_that_hides_all_keys_is_not_rounded_under_autocast(training):
+    """bfloat16 has steps of 64 at minus ten thousand."""
+    q, k, v, m = inputs()
+    q.requires_grad_(training)
+
+    def function(q, k, v, m):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend((q @ k.mT * 0.25).float() + m + torch.where(KEPT, 0.0, -1e4), v)
+
+    backend = Backend(training=training)
+    found, eager = compiled(function, backend)(q, k, v, m), function(q, k, v, m)
+    assert backend.rewrite().target == "scaled_dot_product_attention"
+    torch.testing.assert_close(found, eager, rtol=0, atol=0.03)
 
 
 def test_a_copy_of_many_keys_for_a_query_is_not_made():
