@@ -121,7 +121,8 @@ class _Defined(TorchFunctionMode):
     """Inside, functions that Python code calls are their definitions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return DEFINITIONS.get(func, func)(*args, **(kwargs or {}))
+        definition: Definition = DEFINITIONS.get(func) or func
+        return definition(*args, **(kwargs or {}))
 
 
 def _by_definitions(function: Definition) -> Definition:
