@@ -222,7 +222,7 @@ _SIZED: Final = frozenset(
         "expand", "repeat", "arange", "ones", "zeros", "full", "empty", "slice", "narrow", "split", "split_with_sizes",
         "getitem", "new_zeros", "new_ones", "new_full", "new_empty", "iota", "index_select", "broadcast_to",
         "tensor_split", "setitem", "linspace", "eye", "_reshape_alias", "tril_indices", "layer_norm",
-        "native_layer_norm", "rms_norm", "_fused_rms_norm",
+        "native_layer_norm", "rms_norm", "_fused_rms_norm", "as_strided",
     )
 )  # fmt: skip
 """Operators whose integers are sizes or positions."""
@@ -308,6 +308,11 @@ class Family:
         if name in _RESHAPING and operands and isinstance(result, torch.Tensor):
             for whole, parts in _groups(operands[0].shape, result.shape):
                 self.products.setdefault(whole, []).append(parts)
+        if name == "as_strided" and isinstance(result, torch.Tensor):
+            inner = [tuple(result.shape[dim + 1 :]) for dim in range(result.ndim)]
+            for stride, parts in zip(result.stride(), inner, strict=True):
+                if len(parts) > 1 and stride == math.prod(parts):
+                    self.products.setdefault(stride, []).append(parts)
         if name in ("cat", "concat", "concatenate") and isinstance(result, torch.Tensor):
             dims = [dim for dim in range(result.ndim) if result.shape[dim] != operands[0].shape[dim]]
             for dim in dims:

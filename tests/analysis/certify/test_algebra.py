@@ -262,6 +262,18 @@ def test_a_mask_of_ones_and_zeros_in_floats_is_of_its_class(hidden: int) -> None
     assert (found.verdict != certify.REFUTED) is (hidden == 0), found
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_sizes_and_strides_of_memory_that_is_read_anew_become_smaller(right: bool) -> None:
+    """As of the numbers of blocks that FlexAttention takes."""
+
+    def blocks(x: Any) -> Any:
+        counts = x.sum(-1).contiguous()
+        return torch.as_strided(counts, (2, 48, 512), (48 * 512, 512, 1) if right else (512, 1024, 1))
+
+    certificate = compared(lambda x: x.sum(-1), blocks, torch.zeros(2, 48, 512, 80))
+    assert certificate.verdict == (certify.PROVED if right else certify.REFUTED), certificate
+
+
 def test_rows_that_are_empty_are_named() -> None:
     """Eager gives NaN there, and torch's own attention zeros; an assumption covers it."""
 
