@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import operator
 import textwrap
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from lacking import Lacking
 from processes import python
+from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 
 import omnicomp
@@ -448,3 +450,11 @@ def test_operators_of_kernels_that_are_not_here_are_checked_by_what_they_compute
         describe(side, [x, x, x, torch.zeros(2, dtype=torch.bfloat16)])
     claims = [certify.Assumption(kind) for kind in (certify.ROUNDING, certify.DRAWS)]
     assert certify.check(*sides, assumptions=claims).verdict == (certify.PROVED if right else certify.REFUTED)
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 4.0), ("cuda", 2.0)])
+def test_a_graph_has_a_share_of_what_its_compiler_takes(device: str, seconds: float):
+    with FakeTensorMode():
+        module = symbolic_trace(lambda x: functools.reduce(lambda y, _: y.sin(), range(998), x))
+        describe(module, [torch.empty(2, device=device)])
+    assert check_budget.CheckBudget.of(module).seconds == seconds
