@@ -123,16 +123,16 @@ class Verifier:
         outputs = list(call(inputs))
         self._done = True
         if self._exact:
-            mine = self._all(expected, own)
-            unsteady = differences(self._all(repeated, again), mine)
-            different = [index for index in differences(self._all(outputs, kept), mine) if index not in unsteady]
+            mine = self._results(expected, own)
+            unsteady = differences(self._results(repeated, again), mine)
+            different = [index for index in differences(self._results(outputs, kept), mine) if index not in unsteady]
             if not different:
                 but = f", but for {len(unsteady)} in which two runs of eager differ" if unsteady else ""
                 self.verdict = f"verified: eager's results in every bit{but}"
                 return outputs
             self._fail(different[0], "is not eager's in every bit", "other bits", "eager's bits", eager)
             return self._eagers(kept, expected, own)
-        found, mine, true = self._all(outputs, kept), self._all(expected, own), self._all(exact, wide)
+        found, mine, true = self._results(outputs, kept), self._results(expected, own), self._results(exact, wide)
         try:
             judged = judge(found, mine, true)
         except Exception as error:  # noqa: BLE001 - becomes the verdict
@@ -151,7 +151,7 @@ class Verifier:
     def _exact(self) -> bool:
         return self.context.policy.numerics == "eager"
 
-    def _all(self, results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    def _results(self, results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """What a call returned, and what it wrote to."""
         return [*results, *(arguments[index] for index in sorted(self._changed))]
 
