@@ -99,7 +99,7 @@ def test_the_programs_own_output_is_left_as_it_is(rows: int) -> None:
         own = [line for line in shown if "omni" not in line]
         assert "\n".join(own) in EXPECTED or EXPECTED.startswith("\n".join(own)) or rows < len(lines)
         assert all("omni" not in line for line in shown[:-1]), screen
-    assert re.sub(rb"\x1b(?:\[[\d;]*[A-Za-z]|[78D])", b"", seen.raw).count(b"a warning\r\n") == 1
+    assert seen.raw.count(b"a warning") == 1  # `print` writes the end of the line by itself: a picture may come before
 
 
 def test_what_is_redirected_gets_no_picture(tmp_path: Path) -> None:
