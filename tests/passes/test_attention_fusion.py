@@ -270,7 +270,7 @@ def returned_scores(q, k, v, m):
 
 def divided_by_more(q, k, v, m):
     e = torch.exp(q @ k.mT + m)
-    return (e @ v) / (e.sum(-1, keepdim=True) + 1e-3)
+    return (e @ v) / (e.sum(-1, keepdim=True) + m[..., :1].exp())
 
 
 def masked_exponentials(q, k, v, m):
@@ -369,7 +369,7 @@ def twice_the_sum(q, k, v, m):
 
 def more_than_the_sum(q, k, v, m):
     out = (q @ k.mT + m).exp() @ torch.cat([v, v.new_ones(2, 4, 8, 1)], -1)
-    return out[..., :-1] / (out[..., -1:] + 1e-6)
+    return out[..., :-1] / (out[..., -1:] + m[..., :1].exp())
 
 
 def interpolated(q, k, v, m):
@@ -467,7 +467,7 @@ def relative_values_by_rows(q, k, v, m):
         (summed_by_a_product, "not divided by their sums as they are", "torch.softmax(scores, -1) @ v"),
         (relative_values_by_rows, "also used by permute", "second product with the weights"),
         (returned_scores, "scores_1 is returned", "do not return"),
-        (divided_by_more, "not divided by their sums as they are", "add nothing to the sums"),
+        (divided_by_more, "the sums of the exponentials are bounded, or", "leave out what is added"),
         (masked_exponentials, "not divided by their sums as they are", "mask the scores"),
         (
             masked_by_a_product,
@@ -496,7 +496,7 @@ def relative_values_by_rows(q, k, v, m):
         (mixed_before_by_rows, "the scores are mixed between heads by another product", "outputs of the heads"),
         (with_its_own_sum, "is returned", "do without the log-sum-exp"),
         (twice_the_sum, "not known to be the sum of its weights", "torch.softmax(scores, -1) @ v"),
-        (more_than_the_sum, "not divided by their sums as they are", "add nothing to the sums"),
+        (more_than_the_sum, "the sums of the exponentials are bounded, or", "leave out what is added"),
     ],
 )
 def test_attention_of_another_form_is_named_with_what_helps(function, sentence, lever):

@@ -80,9 +80,7 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
                     op.node,
                     "the product of the exponentials with the values is not divided by their sums as they are",
                     needed="(e @ v) / e.sum(-1, keepdim=True), or a softmax and then the product with the values",
-                    lever="mask the scores, and not their exponentials, add nothing to the sums, and write "
-                    "torch.softmax(scores, -1) @ v; or, for 1 + e.sum(-1), a column of zeros beside the scores: "
-                    "torch.softmax(torch.cat([scores, zeros], -1), -1)[..., :-1] @ v",
+                    lever="mask the scores, and not their exponentials, and write torch.softmax(scores, -1) @ v",
                 ),
             )
         elif (unknown := _unknown_between(op)) is not None:
@@ -112,7 +110,7 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Late:
     """A softmax whose sum divides the product with the values, `(e @ v) / e.sum(-1, keepdim=True)`."""
 
@@ -121,6 +119,7 @@ class Late:
     division: Op  # the one by the other, or times its reciprocal
     above: Value  # what is divided
     divisor: Value  # what `division` reads of the sum, or of its reciprocal
+    added: Any  # what is added to the sum: a `Value`, a number, or its `Bound`; None for nothing
 
 
 def normalized_later(op: Op) -> Late | None:
@@ -138,10 +137,32 @@ def normalized_later(op: Op) -> Late | None:
     for division in reached(products[0].outputs[0], ("div", "mul"), _MOVED):
         if (fraction := _fraction(division)) is not None:
             above, divisor, below = fraction
-            found = (behind_views(above, _MOVED), behind_views(below, _MOVED))
-            if found == (products[0].outputs[0], totals[0].outputs[0]):
-                return Late(product=products[0], total=totals[0], division=division, above=above, divisor=divisor)
+            if behind_views(above, _MOVED) is not products[0].outputs[0]:
+                continue
+            for value, more in _totals(below):
+                if value is totals[0].outputs[0]:
+                    return Late(products[0], totals[0], division, above, divisor, more)
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What a sum is at least, in the place of what is added to it: `e.sum(-1).clamp(min=1e-6)`."""
+
+    least: Any
+
+
+def _totals(value: Value) -> Iterator[tuple[Value, Any]]:
+    """What a divisor may be: a value behind views and nothing, or each operand of a sum of two and the other one."""
+    value, moved = behind_views(value, (*_AROUND, *_MOVED)), (*_AROUND, *_MOVED)
+    yield value, None
+    op = value.op
+    if op is not None and op.name == "add" and len(op.args) == 2 and not op.kwargs:
+        for own, other in (op.args, op.args[::-1]):
+            if isinstance(own, Value):
+                yield behind_views(own, moved), other
+    elif op is not None and op.name in ("clamp", "clamp_min") and op.argument("max", None) is None:
+        yield behind_views(op.args[0], moved), Bound(op.argument("min"))
 
 
 def _fraction(op: Op) -> tuple[Value, Value, Value] | None:
@@ -318,6 +339,24 @@ def exponential(op: Op) -> Value | None:
     return None if quotient is None else _exponent(quotient[0])
 
 
+def added(softmax: Op) -> Any:
+    """What a softmax that is written out adds to its sum: a `Value`, a number, or its `Bound`; None for nothing."""
+    if _exponent(softmax) is not None:
+        late = normalized_later(softmax)
+        return None if late is None else late.added
+    quotient = _quotient(softmax)
+    return None if quotient is None else quotient[2]
+
+
+def shift(softmax: Op) -> tuple[Value, Value] | None:
+    """The scores and what is subtracted from them before their exponentials are taken; None if nothing is."""
+    exponent = exponential(softmax)
+    made = None if exponent is None else behind_views(exponent).op
+    if made is None or made.name != "sub" or not all(isinstance(each, Value) for each in made.args):
+        return None
+    return made.args[0], behind_views(made.args[1], (*_COPIES, "expand", "unsqueeze"))
+
+
 def base(softmax: Op) -> float:
     """The base of the exponentials of a candidate, e for a softmax that is not written out."""
     quotient = _quotient(softmax)
@@ -354,17 +393,23 @@ def _exponent(op: Op) -> Value | None:
     return op.args[1] if known and isinstance(op.args[1], Value) else None
 
 
-def _quotient(op: Op) -> tuple[Op, Op] | None:
-    """The exponentials and the sum of `e / sum` or of `e * sum.reciprocal()`."""
+def _quotient(op: Op) -> tuple[Op, Op, Any] | None:
+    """The exponentials, the sum, and what is added to it, of `e / sum` or of `e * sum.reciprocal()`."""
     fraction = _fraction(op)
     if fraction is None:
         return None
-    above, total = behind_views(fraction[0], _AROUND).op, behind_views(fraction[2], (*_AROUND, *_MOVED)).op
-    if above is None or total is None or total.name != "sum":
+    above = behind_views(fraction[0], _AROUND).op
+    if above is None:
         return None
     exp = above if _exponent(above) is not None else _closed(above)
-    own = behind_views(total.args[0], ("clone", "_to_copy")).op is above
-    return (exp, total) if exp is not None and own and _of_own_rows(op, fraction[1], total) else None
+    if exp is None:
+        return None
+    for value, more in _totals(fraction[2]):
+        total = value.op
+        if total is None or total.name != "sum" or behind_views(total.args[0], ("clone", "_to_copy")).op is not above:
+            continue
+        return (exp, total, more) if _of_own_rows(op, fraction[1], total) else None
+    return None
 
 
 def _of_own_rows(op: Op, value: Value, total: Op) -> bool:
@@ -471,13 +516,12 @@ def normalized_dim(op: Op) -> int:
 
 def is_shifted(softmax: Op) -> bool:
     """Whether the greatest score of each row is subtracted before exponentials are taken, as torch's softmax does."""
-    exponent = exponential(softmax)
-    if exponent is None:
+    if exponential(softmax) is None:
         return True
-    shift = behind_views(exponent).op
-    if shift is None or shift.name != "sub" or not all(isinstance(each, Value) for each in shift.args):
+    shifted = shift(softmax)
+    if shifted is None:
         return False
-    scores, top = behind_views(shift.args[0]), behind_views(shift.args[1], (*_COPIES, "expand", "unsqueeze")).op
+    scores, top = behind_views(shifted[0]), shifted[1].op
     if top is None or top.name not in ("amax", "max") or behind_views(top.args[0]) is not scores:
         return False
     dims = top.argument("dim")
@@ -489,6 +533,7 @@ def is_shifted(softmax: Op) -> bool:
 def written_out(softmax: Op) -> list[Op]:
     """The operators of a softmax that is written out; none for one that is not."""
     start = exponential(softmax)
+    ends = (start, added(softmax))
     found: list[Op] = []
     stack = [softmax] if start is not None else []
     while stack:
@@ -497,5 +542,5 @@ def written_out(softmax: Op) -> list[Op]:
             found.append(op)
             masked = _closed(op)
             above = op.inputs if masked is None else masked.outputs
-            stack.extend(value.op for value in above if value is not start and value.op is not None)
+            stack.extend(value.op for value in above if value not in ends and value.op is not None)
     return found

@@ -15,6 +15,8 @@ from omnicomp.passes.attention.candidates import (
     PASSED,
     PRODUCTS,
     UNREAD,
+    Bound,
+    added,
     base,
     behind_views,
     closing,
@@ -25,6 +27,7 @@ from omnicomp.passes.attention.candidates import (
     normalized_later,
     product_below,
     reached,
+    shift,
     written_out,
 )
 from omnicomp.passes.attention.form import SWALLOWS
@@ -439,6 +442,8 @@ class _Match:
                 )
             raise self._not_over_keys()
         closed = None if (mask := closing(self.softmax)) is None else self._closed(mask, at, key, queries)
+        if (more := added(self.softmax)) is not None and self._adds(more, masked=closed is not None):
+            value = self._beside(more, value, at, dim)
         if not full(at[dim], size):
             value, at = self._sink(value, at, dim, size)
         depends: dict[Value, bool] = {}
@@ -506,6 +511,59 @@ class _Match:
             lever="hide keys before a softmax: torch.softmax(scores.masked_fill(~mask, float('-inf')), -1)",
         )
 
+    def _adds(self, more: Any, *, masked: bool) -> bool:
+        """Whether what is added to the sums of the exponentials changes them.
+
+        Where the greatest score is subtracted a sum is at least one, unless exponentials are set to zero afterwards.
+        """
+        if masked or not is_shifted(self.softmax):
+            return True
+        if isinstance(more, Bound):
+            return not (isinstance(more.least, int | float) and more.least <= 1)
+        number, summed = self._number(more), self.softmax if self.late is None else self.late.total
+        return number is None or not 0 <= number < torch.finfo(summed.outputs[0].fake.dtype).eps / 2
+
+    def _number(self, made: Any) -> float | None:
+        """The number that an operand is, for all elements and in each call."""
+        if isinstance(made, Value):
+            made = number_in(folded(self.reader.expand(self.reader.read(made, axes_of(made)))))
+        return float(made) if isinstance(made, int | float) else None
+
+    def _beside(self, more: Any, value: Value, at: At, dim: int) -> Value:
+        """What is added to the sums of the exponentials, as a sink; and the scores beside which it stands.
+
+        `exp(x - m) / (exp(x - m).sum() + n * exp(-m))` has a sink of log(n) beside x, whatever m is.
+        """
+        factor = 1.0
+        shifted = shift(self.softmax)
+        if shifted is not None and isinstance(more, Value):
+            made = behind_views(more).op
+            if made is not None and made.name == "mul" and (number := self._number(made.args[1])) is not None:
+                factor, made = number, behind_views(made.args[0]).op
+            inverse = behind_views(made.args[0]).op if made is not None and made.name == "exp" else None
+            same = inverse is not None and inverse.name == "neg" and behind_views(inverse.args[0]) is shifted[1]
+            if same and known_equal(shifted[1].fake.shape[dim], 1):
+                self.passed.append(value)
+                return self._with_sink(factor, shifted[0])
+        elif shifted is None and (number := self._number(more)) is not None:
+            return self._with_sink(number, value)
+        raise self._not_beside()
+
+    def _not_beside(self) -> MatchEnded:
+        return self._ended(
+            "the sums of the exponentials are bounded, or what is added to them is no positive number, or is not "
+            "shifted as the scores are",
+            "exp(x) / (n + exp(x).sum()), or n * exp(-m) where m is subtracted from x",
+            lever="leave out what is added, or write a column beside the scores: torch.softmax(torch.cat([scores, "
+            "zeros], -1), -1)[..., :-1] @ v",
+        )
+
+    def _with_sink(self, number: float, scores: Value) -> Value:
+        if not 0 < number < math.inf:
+            raise self._not_beside()
+        self.sinks.append(Apply(dtype=torch.float32, op="log", args=(Number(dtype=torch.float32, value=number),)))
+        return scores
+
     def _wanted(self, value: Value, product: Value, depends: dict[Value, bool]) -> bool:
         """Whether to look into a value: it comes from the product, or may be a number."""
         if not _depends(value, product, depends):
@@ -524,6 +582,8 @@ class _Match:
             self.passed.append(value)
             value = shift.args[0]
             shift = value.op
+        if value.op is not None and value.op.name == "constant_pad_nd":
+            return self._padded(value, at, dim)
         if value.op is None or value.op.name != "cat" or int(value.op.argument("dim", 0)) % len(at) != dim:
             raise self._parted("the softmax is over more columns than there are keys", "columns joined by cat")
         self.passed.append(value)
@@ -543,6 +603,19 @@ class _Match:
         if len(chosen) != 1 or not known_equal(start, size):
             raise self._ended("the columns of the softmax are not the keys and sinks", "keys and sinks", value.op)
         return chosen[0], (*at[:dim], Position(at[dim].axes), *at[dim + 1 :])
+
+    def _padded(self, value: Value, at: At, dim: int) -> tuple[Value, At]:
+        """One column of a number beside the scores."""
+        op = value.op
+        assert op is not None
+        scores, sizes, number = op.args[0], op.argument("pad"), op.argument("value", 0)
+        left, right = (*sizes, 0, 0)[:2] if dim == len(at) - 1 else (0, 0)
+        alone = not any(sizes[2:]) and (left, right) in ((0, 1), (1, 0)) and isinstance(number, int | float)
+        if not alone or not known_equal(at[dim].start, left):
+            raise self._parted("the softmax is over more columns than there are keys", "one column of a number", op)
+        self.passed.append(value)
+        self.sinks.append(Number(dtype=value.fake.dtype, value=float(number)))
+        return scores, (*at[:dim], Position(at[dim].axes), *at[dim + 1 :])
 
     def _parted(self, sentence: str, needed: str, op: Op | None = None) -> MatchEnded:
         """What to say of columns that are neither keys nor sinks: parts of the weights may meet values of their own."""

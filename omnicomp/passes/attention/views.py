@@ -34,7 +34,7 @@ def source(op: Op, index: int, at: At) -> tuple[Value, At]:
 
 
 def followed(value: Value, at: At, made_by: Op) -> tuple[list[Value], At]:
-    """Follow a value back to the operator that it comes from through views, casts and arithmetic with numbers.
+    """Follow a value back to the operator that it comes from through views, casts, arithmetic with numbers and sums.
 
     Args:
         value: where to begin.
@@ -50,9 +50,22 @@ def followed(value: Value, at: At, made_by: Op) -> tuple[list[Value], At]:
     passed = [value]
     while (op := value.op) is not made_by:
         assert op is not None
-        value, at = source(op, value.index, at) if op.name in VIEWS else (next(op.inputs), at)
+        if op.name in VIEWS:
+            value, at = source(op, value.index, at)
+        else:
+            value = next(each for each in op.inputs if _comes_from(each, made_by))
+            at = broadcast(value, at)
         passed.append(value)
     return passed, at
+
+
+def _comes_from(value: Value, made_by: Op) -> bool:
+    """Whether a value comes from an operator by others of one operand."""
+    op = value.op
+    while op is not None and op is not made_by:
+        inputs = list(op.inputs)
+        op = inputs[0].op if len(inputs) == 1 else None
+    return op is made_by
 
 
 def broadcast(value: Value, at: At) -> At:

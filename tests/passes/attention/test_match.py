@@ -104,6 +104,106 @@ def test_softmaxes(name, training):
     assert backend.rewrite().target == "scaled_dot_product_attention"
 
 
+def exponentials(scores, least=None):
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest if least is None else largest.clamp(min=least)
+    return (scores - largest).exp(), largest
+
+
+def quiet(scores, number):
+    e, largest = exponentials(scores, 0.0)
+    return e / (number * torch.exp(-largest) + e.sum(-1, keepdim=True))
+
+
+def beside_the_sum(e, number):
+    return e / (number + e.sum(-1, keepdim=True))
+
+
+def behind_the_product(e, v, number):
+    return (e @ v) / (e.sum(-1, keepdim=True) + number)
+
+
+def over_ones(out, number):
+    return out[..., :-1] / (out[..., -1:] + number)
+
+
+def times_the_reciprocal(e, number):
+    return e * (e.sum(-1, keepdim=True) + number).reciprocal()
+
+
+ADDED = {
+    "one": lambda s, v: beside_the_sum(s.exp(), 1) @ v,
+    "a small number": lambda s, v: beside_the_sum(s.exp(), 1e-3) @ v,
+    "a tensor of ones": lambda s, v: beside_the_sum(s.exp(), torch.ones_like(s[..., :1])) @ v,
+    "behind the product": lambda s, v: behind_the_product(s.exp(), v, 0.5),
+    "times the reciprocal": lambda s, v: times_the_reciprocal(s.exp(), 2) @ v,
+    "shifted by what is at least zero": lambda s, v: quiet(s, 1.0) @ v,
+    "shifted, with three": lambda s, v: quiet(s, 3.0) @ v,
+    "rows without a key": lambda s, v: beside_the_sum((s + torch.ones(6, 8).tril(-1).log()).exp(), 1) @ v,
+    "masked exponentials": lambda s, v: beside_the_sum(s.exp() * torch.ones(6, 8).tril(-1), 0.25) @ v,
+    "beside ones": lambda s, v: over_ones(s.exp() @ torch.cat([v, torch.ones_like(v[..., :1])], -1), 1e-6),
+    "a column behind": lambda s, v: F.pad(s, (0, 1)).softmax(-1)[..., :-1] @ v,
+    "a column before": lambda s, v: F.pad(s, (1, 0), value=-0.5).softmax(-1)[..., 1:] @ v,
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ADDED)
+def test_a_number_beside_the_sum_is_a_sink(name, training):
+    run = differentiate if training else fuse
+    backend = run(lambda q, k, v: ADDED[name](q @ k.mT * 0.3, v), *inputs()[:3])
+    assert backend.rewrite().target == "omnicomp.attention_with_sink"
+
+
+UNSEEN = {
+    "added": lambda s, v: beside_the_sum(exponentials(s)[0], 1e-9) @ v,
+    "added behind the product": lambda s, v: behind_the_product(exponentials(s)[0], v, 1e-8),
+    "a bound": lambda s, v: (lambda e: e / e.sum(-1, keepdim=True).clamp(min=1e-6))(exponentials(s)[0]) @ v,
+    "zero": lambda s, v: beside_the_sum(exponentials(s)[0], 0.0) @ v,
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_sum_of_the_dtype_sees_is_left_out(name, training):
+    run = differentiate if training else fuse
+    backend = run(lambda q, k, v: UNSEEN[name](q @ k.mT * 0.3, v), *inputs()[:3])
+    assert backend.rewrite().target == "scaled_dot_product_attention"
+
+
+SEEN = {
+    "one beside the greatest": lambda s, v: beside_the_sum(exponentials(s)[0], 1) @ v,
+    "a number that sums see": lambda s, v: beside_the_sum(exponentials(s)[0], 1e-6) @ v,
+    "another shift": lambda s, v: (
+        (lambda e, m: e / (torch.exp(-2 * m) + e.sum(-1, keepdim=True)))(*exponentials(s)) @ v
+    ),
+    "a bound of more": lambda s, v: (lambda e: e / e.sum(-1, keepdim=True).clamp(min=1.5))(exponentials(s)[0]) @ v,
+    "a bound without a shift": lambda s, v: (lambda e: e / e.sum(-1, keepdim=True).clamp(min=1e-6))(s.exp()) @ v,
+    "masked behind the shift": lambda s, v: beside_the_sum(exponentials(s)[0] * torch.ones(6, 8).tril(-1), 1e-9) @ v,
+    "less than nothing": lambda s, v: beside_the_sum(s.exp(), torch.full_like(s[..., :1], -0.5)) @ v,
+    "another number for each query": lambda s, v: beside_the_sum(s.exp(), v[..., :6, :1].exp()) @ v,
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_changes_sums_in_another_way_is_told(name):
+    reason = fuse(lambda q, k, v: SEEN[name](q @ k.mT * 0.3, v), *inputs()[:3]).miss()
+    assert "the sums of the exponentials" in reason.sentence
+    assert "torch.cat([scores, zeros], -1)" in reason.lever
+
+
+def test_columns_of_numbers_that_are_no_sink_are_told():
+    def two(q, k, v):
+        return F.pad(q @ k.mT, (1, 1)).softmax(-1)[..., 1:-1] @ v
+
+    def another_column_is_left_out(q, k, v):
+        return F.pad(q @ k.mT, (1, 0)).softmax(-1)[..., :-1] @ v
+
+    for function in (two, another_column_is_left_out):
+        torch._dynamo.reset()
+        assert "more columns than there are keys" in fuse(function, *inputs()[:3]).miss().sentence
+
+
 def test_weights_that_are_scaled_for_whole_queries_or_keys_keep_their_factor():
     def function(q, k, v, m):
         weights = (q @ k.mT).softmax(-1) * m[:, :, :, :1]
@@ -352,9 +452,9 @@ def test_a_late_sum_to_another_base():
         lambda e: e * e.sum(-1).reciprocal().unsqueeze(-2),
         lambda e: e / e.sum(-1, keepdim=True).mT,
         lambda e: F.normalize(e, p=1, dim=-1),
-        lambda e: e / (e.sum(-1, keepdim=True) + 1),
+        lambda e: e / (e.sum(-1, keepdim=True) - 1),
     ],
-    ids=["of others", "reciprocals of others", "transposed", "norm", "one more"],
+    ids=["of others", "reciprocals of others", "transposed", "norm", "one less"],
 )
 def test_exponentials_over_something_else_are_told(weights):
     q, k, v, _ = inputs(queries=8)
