@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel, FallbackKernel, IRNode, TensorBox
 from torch._inductor.virtualized import V
@@ -84,6 +85,13 @@ class _EagerKernel(FallbackKernel):
     """A call of eager's kernel, by a name of the generated module: torch looks one up and checks it at each call."""
 
     called: str = ""  # a function of torch's that calls the operator; empty if there is none
+    drawn_before: FallbackKernel | None = None  # what draws random numbers before this one does
+
+    def get_read_writes(self) -> ReadWrites:
+        reads_writes = super().get_read_writes()
+        if self.drawn_before is not None:
+            reads_writes.reads.add(StarDep(self.drawn_before.get_name()))
+        return reads_writes
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
         operator: Any = self.op_overload
@@ -104,9 +112,7 @@ def _external(graph: Any, node: Node, args: Any, kwargs: Any) -> Any:
     kernel = next(each for each in graph.operations[before:] if isinstance(each, _EagerKernel))
     kernel.called = _function_of(target, *map_arg((node.args, node.kwargs), fake_value))
     if torch.Tag.nondeterministic_seeded in target.tags:
-        last = getattr(graph, _LAST, None)
-        if last is not None:
-            graph.additional_star_deps[kernel.get_operation_name()].add(last.get_name())
+        kernel.drawn_before = getattr(graph, _LAST, None)
         setattr(graph, _LAST, kernel)
     return tree_map(lambda each: TensorBox.create(each) if isinstance(each, IRNode) else each, result)
 
