@@ -128,9 +128,10 @@ def _gelu_here(dtype: torch.dtype) -> tuple[bool, bool]:
 
 @elementwise_type_promotion_wrapper(type_promoting_args=("a",), type_promotion_kind=_promoting)
 def _gelu_of_onednn(a: Tensor, nan: bool) -> Tensor:
-    # The product with zero is a zero of the result's sign, or NaN for an infinity.
     with _plain_erf():
-        return a * (1 + torch.erf(a * 0.70710678118654752440)) * 0.5 + (a * 0.0 if nan else 0.0)
+        result = a * (1 + torch.erf(a * 0.70710678118654752440)) * 0.5
+    # The product with zero is a zero of the result's sign, or NaN for an infinity.
+    return result + a * 0.0 if nan else torch.where(result == 0, 0.0, result)
 
 
 _plain = threading.local()

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from omnicomp._torch.fx import fake_value
 from omnicomp._torch.repairs.needed import Needed
 
-NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/198187")
+NEEDED: Final = Needed(first="2.11", fixed="2.15", issue="https://github.com/pytorch/pytorch/issues/198187")
 _PYTHON: Final = ("_operator", "builtins", "math")
 
 

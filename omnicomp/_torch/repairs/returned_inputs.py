@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 
 from omnicomp._torch.repairs.needed import Exchange, Needed
 
-NEEDED: Final = Needed(first="2.11")
+NEEDED: Final = Needed(first="2.11", fixed="2.15")
 
 
 class _NoOutput:
@@ -41,4 +41,4 @@ _TRACED: Final = Exchange(graph_capture, "create_functionalized_fn", _counted)
 
 def returned_in_their_places() -> contextlib.AbstractContextManager[None]:
     """While AOTAutograd traces: inputs that are written to and returned keep their places among the outputs."""
-    return _TRACED
+    return _TRACED if NEEDED.here else contextlib.nullcontext()

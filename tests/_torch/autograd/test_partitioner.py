@@ -58,7 +58,10 @@ def test_several_backwards_read_what_is_there_by_then(program: Callable[..., Any
     run = torch.compile(call, backend="omni", options={"lowerings": ["eager"]})
     for got, want in zip(steps(run), steps(call), strict=True):
         torch.testing.assert_close(got, want)
-    (retreat,) = [e for e in current() if isinstance(e, Retreat)]
+    retreats = [e for e in current() if isinstance(e, Retreat)]
+    if not retreats and program is written_by_a_hook:
+        return  # from torch 2.15 on Dynamo leaves the hook out of the graph
+    (retreat,) = retreats
     assert retreat.reason.sentence.startswith(
         "AOTAutograd is known to be wrong about a backward that writes to an input"
     )

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from omnicomp._torch.repairs.random_numbers import NEEDED
+
 PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "product": lambda x: x * random.uniform(0, 1),
     "python's arithmetic": lambda x: x * (random.uniform(0, 1) * 2 + 1),
@@ -28,7 +30,9 @@ def calls(function: Callable[..., Any], dtype: torch.dtype) -> list[Any]:
 def test_random_numbers_have_the_dtypes_and_the_precision_of_eager(name: str, dtype: torch.dtype) -> None:
     program = PROGRAMS[name]
     compiled = torch.compile(program, backend="omni", options={"lowerings": ["eager"]})
-    torch.testing.assert_close(calls(compiled, dtype), calls(program, dtype), rtol=0, atol=0)
+    # From torch 2.15 on Dynamo announces a tensor of doubles, whose dtype any backend has to go by.
+    eager = program if NEEDED.here else torch.compile(program, backend="eager")
+    torch.testing.assert_close(calls(compiled, dtype), calls(eager, dtype), rtol=0, atol=0)
 
 
 @pytest.mark.inductor
