@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -23,6 +23,14 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
+
+# Operators that Dynamo's graph calls from torch 2.14 on where a program reads these attributes of a tensor.
+_ATTRIBUTES: Final[dict[Any, str]] = {
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.matrix_H: "H",
+    torch.ops.aten.mH: "mH",
+}
 
 
 def take_list(module: GraphModule) -> None:
@@ -171,6 +179,19 @@ def all_nodes(module: GraphModule) -> Iterator[Node]:
     yield from module.graph.nodes
     for child in submodules(module):
         yield from all_nodes(child)
+
+
+def read_attributes(module: GraphModule) -> None:
+    """Have a graph of Dynamo's read `x.mT` and the like as attributes, as every supported torch runs them."""
+    changed = set[GraphModule]()
+    for node in all_nodes(module):
+        name = _ATTRIBUTES.get(node.target) if node.op == "call_function" else None
+        owner = node.graph.owning_module
+        if name is not None and owner is not None:
+            node.target, node.args = getattr, (node.args[0], name)
+            changed.add(owner)
+    for each in changed:
+        each.recompile()
 
 
 def submodules(module: GraphModule) -> Iterator[GraphModule]:

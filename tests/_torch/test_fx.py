@@ -2,13 +2,13 @@
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.fx import copy_module, forget_tensors
+from omnicomp._torch.fx import copy_module, forget_tensors, read_attributes
 
 
 @pytest.fixture
@@ -71,3 +71,31 @@ def test_a_constant_of_a_pass_is_no_buffer_of_a_copy() -> None:
     copy = copy_module(copy_module(module))
     assert dict(copy.named_buffers()).keys() == {"buffer"}
     torch.testing.assert_close(copy(), holder.buffer + holder.constant)
+
+
+@pytest.mark.parametrize("name", ["T", "mT", "H", "mH"])
+def test_attributes_of_tensors_are_read_as_such_whatever_dynamo_calls_them(name: str) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.add(getattr(x, name), 1)
+
+    seen: list[GraphModule] = []
+
+    def backend(module: GraphModule, inputs: list[torch.Tensor]) -> GraphModule:
+        read_attributes(module)
+        seen.append(module)
+        return module
+
+    x, captured = torch.randn(3, 5, dtype=torch.complex64), cast(Any, backend)
+    torch.testing.assert_close(torch.compile(program, backend=captured)(x), program(x))
+    (module,) = seen
+    assert [node.args[1] for node in module.graph.nodes if node.target is getattr] == [name]
+
+
+def test_operators_of_attributes_become_attributes() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.mT, (graph.placeholder("x"),)))
+    module = GraphModule({}, graph)
+    read_attributes(module)
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [getattr]
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(module(x), x.mT)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch._dynamo.backends.debugging import aot_eager
 
+from omnicomp._torch.fx import read_attributes
 from omnicomp.devices import resolve_device
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention_fusion import AttentionFusion
@@ -25,6 +26,7 @@ class Backend:
         self.timeline, self.graphs, self.contexts = Timeline(), [], []
 
     def __call__(self, module, inputs):
+        read_attributes(module)
         context = PassContext(
             graph_id=f"g{len(self.graphs)}",
             device=resolve_device("cpu"),
