@@ -92,7 +92,8 @@ class _Check:
     def run(self) -> c.Certificate:
         """Try the methods in order."""
         self.kinds = {each.kind for each in self.assumptions}
-        if c.BLOCKS not in self.kinds and any(map(effects.reads_blocks, (self.before, self.after))):
+        blocks = any(map(effects.reads_blocks, (self.before, self.after)))
+        if c.BLOCKS not in self.kinds and blocks:
             self.assumptions += (c.Assumption(c.BLOCKS),)
         self.masks = inputs.classes(self.assumptions)
         wrong = effects.compared(self.before, self.after, self.kinds, self.differences)
@@ -102,6 +103,8 @@ class _Check:
         if structure.same(self.before, self.after):
             self.methods.append(c.Method(name="structure", holds=True))
             return self._certificate(c.PROVED, reason="the same operators on the same operands")
+        if blocks:
+            self.before, self.after = map(effects.without_blocks, (self.before, self.after))
         self.before, self.after = sizes.with_numbers(self.before, self.after)
         try:
             variants = self._variants()
@@ -134,7 +137,9 @@ class _Check:
     def _state(self) -> State:
         for each in self.assumptions:
             if each.kind == c.FILL_HIDES:
-                return State(threshold=float(each.detail or _HIDES))
+                return State(
+                    threshold=float(each.detail or _HIDES), empty_rows=c.NO_EMPTY_ROW not in self.kinds
+                )
         return State()
 
     # ---- sizes

@@ -109,7 +109,7 @@ def _meant(op: str, target: Any) -> tuple[Definition, bool]:
     if op == "call_method":
         function: Any = METHODS.get(target) or _method(target)
     else:
-        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target)) or REFERENCES.get(target)
+        function = DEFINITIONS.get(target) or _REGISTERED.get(str(target)) or REFERENCES.get(target)
         if function is None and target in TRANSPARENT:
             function = _by_definitions(TRANSPARENT[target])
         if function is None and isinstance(target, torch._ops.HigherOrderOperator):
@@ -308,7 +308,9 @@ def _flex(
             scores = torch.full_like(scores, -math.inf)
     weights = safe_softmax(scores)
     lse = torch.logsumexp(scores, -1)
-    return torch.matmul(weights, value), lse / math.log(2), torch.amax(scores, -1)
+    # Scores are in float32 behind the function, as kernels have them, and so is the sum.
+    out = torch.matmul(weights, value.to(weights.dtype)).to(value.dtype)
+    return out, lse / math.log(2), torch.amax(scores, -1)
 
 
 def _graph(body: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -377,6 +379,11 @@ def _repeat_interleave(x: Any, repeats: Any, dim: Any = None, **_: Any) -> Any:
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
 
+def _isfinite(x: Any) -> Any:
+    # Torch's own compares with infinity, which is no number of a field.
+    return torch.isinf(x).logical_not() if isinstance(x, Residue) else torch.isfinite(x)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -427,6 +434,7 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
     _aten.randint.low: _integer,
     torch.rand_like: _number("rand"),
     torch.randn_like: _number("randn"),
+    torch.isfinite: _isfinite,
     torch.repeat_interleave: _repeat_interleave,
     _aten.repeat_interleave.self_int: _repeat_interleave,
     torch._assert: _nothing,
@@ -436,17 +444,19 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
 }
 """What a target of a node computes, where that is not to be asked from the target."""
 
-_INDUCTORS: Final[dict[str, Definition]] = {
+_REGISTERED: Final[dict[str, Definition]] = {
     "prims.fma.default": lambda a, b, c: a * b + c,
     "prims.inductor_seed.default": _seed,
     "prims.inductor_seeds.default": _seeds,
     "prims.inductor_random.default": _random,
     "prims.inductor_randint.default": _integers,
+    "omnicomp.fast_tanh.default": torch.tanh,
 }
-"""The same for operators that Inductor registers when it is imported."""
+"""The same for operators that Inductor or a pass registers when it is first used."""
 
 METHODS: Final[dict[str, Definition]] = {
     "repeat_interleave": _repeat_interleave,
+    "isfinite": _isfinite,
     "cuda": lambda x, *_, **__: x,
     "cpu": lambda x, *_, **__: x,
 }
