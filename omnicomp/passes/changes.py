@@ -25,6 +25,8 @@ from omnicomp.passes.attention.nodes import is_pure, mutates
 
 _MOST_CONSTANT_BYTES: Final = 2**20
 _MOST_WHOLE: Final = 512
+# Costly operators that a cut goes through to what both sides read.
+_MOST_BETWEEN: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,28 +226,45 @@ class _Comparison:
         """The values that are claimed to be equal, old and new, in the order of the graph."""
         return sorted(self._claims, key=lambda pair: self.new.places[pair[1]])
 
-    def cut(self, *pairs: tuple[str, str], level: int = 0, shared: Collection[str] | None = None) -> Change:
-        """The part that computes pairs of values; `shared` is what both sides read of it."""
+    def cut(self, *pairs: tuple[str, str], level: int = 0) -> Change:
+        """The part that computes pairs of values."""
         ends = [self.old.nodes[name] for name, _ in pairs], [self.new.nodes[name] for _, name in pairs]
+        sides = self.old, self.new
+        between: set[str] = set()
+        shared: Collection[str] = ()
 
         def apart(node: Node) -> bool:
-            return shared is not None and node.name not in shared and self._cheap(node)
+            return node.name not in shared and (self._cheap(node) or node.name in between)
 
-        farther = (apart, self._cheap, _is_call)[level]
-        sides = self.old, self.new
-        slices = [side.slice_of(end, farther) for side, end in zip(sides, ends, strict=True)]
-        ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
-        reads = [
-            {read: None for read in [*(read for node in nodes for read in node.all_input_nodes), *end]}
-            for nodes, end in zip(ordered, ends, strict=True)
-        ]
-        # By their first use: in equal layers they may be made in another order, as where the first one makes a mask.
-        outside = [{r.name: r for r in read if r not in inside} for read, inside in zip(reads, slices, strict=True)]
+        def sliced(farther: Callable[[Node], bool]) -> tuple[list[list[Node]], list[dict[str, Node]]]:
+            """The nodes of both sides in order, and what they read from outside."""
+            slices = [side.slice_of(end, farther) for side, end in zip(sides, ends, strict=True)]
+            ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
+            read = [
+                {read: None for read in [*(read for node in nodes for read in node.all_input_nodes), *end]}
+                for nodes, end in zip(ordered, ends, strict=True)
+            ]
+            # By their first use: in equal layers they may be in another order, as where the first one makes a mask.
+            return ordered, [{r.name: r for r in each if r not in inside} for each, inside in zip(read, slices, strict=True)]
+
+        def alone(outside: Sequence[Mapping[str, Node]]) -> list[Node]:
+            """The results that one side reads and the other does not."""
+            names = outside[0].keys() ^ outside[1].keys()
+            return [node for each in outside for name, node in each.items() if name in names and _is_call(node)]
+
+        ordered, outside = sliced((lambda _: False, self._cheap, _is_call)[level])
+        if level == 0 and alone(outside):
+            shared = outside[0].keys() & outside[1].keys()
+            ordered, outside = deeper = sliced(apart)
+            while costly := {node.name for node in alone(deeper[1])}:
+                between |= costly
+                if len(between) > _MOST_BETWEEN:
+                    break
+                shared = deeper[1][0].keys() & deeper[1][1].keys()
+                deeper = sliced(apart)
+            else:
+                ordered, outside = deeper
         names = {**outside[0], **outside[1]}
-        if level == 0 and shared is None:
-            both = outside[0].keys() & outside[1].keys()
-            if any(self._cheap(node) for name, node in names.items() if name not in both):
-                return self.cut(*pairs, shared=both)
         missing = [name for name in names if name not in self.old.nodes or name not in self.new.nodes]
         if missing:
             raise UncutError(f"{missing[0]} is read by one side, and is not in the other graph")
