@@ -9,6 +9,7 @@ where that makes these by cheap operators, for claims that hold because of how a
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -44,6 +45,15 @@ class Change:
     read: Callable[[], "Change | None"] = lambda: None
     # Has the new graph compute it as the old one did; None if that can't be told from the rest.
     undo: Callable[[], None] | None = None
+
+
+_FUNCTIONAL: Final[Mapping[Any, Callable[..., Any]]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""Writes in place, and what makes a new value of the same operands."""
 
 
 class UncutError(Exception):
@@ -93,6 +103,37 @@ class _Side:
         self.nodes: dict[str, Node] = {node.name: node for node in module.graph.nodes}
         self.places: dict[str, int] = {name: place for place, name in enumerate(self.nodes)}
         self.inside: set[Node] = set()
+        writes = [node for node in self.nodes.values() if node.target in _FUNCTIONAL]
+        held: dict[int, list[Node]] = {}
+        for node in self.nodes.values() if writes else ():
+            for place in _memory(node):
+                held.setdefault(place, []).append(node)
+        self.local = {node for node in writes if self._writes_to_own(node, held)}
+
+    def _writes_to_own(self, node: Node, held: Mapping[int, Sequence[Node]]) -> bool:
+        """Whether a write in place is as good as a new value: nobody reads the memory behind it but by its result."""
+        written, value = node.args[0], fake_value(node)
+        if not isinstance(written, Node) or not isinstance(value, torch.Tensor):
+            return False
+        holders = [each for place in _memory(node) for each in held[place]]
+        first = holders[0]
+        if not _is_call(first) or not _is_call(written) or mutates(first):
+            return False  # memory that was there before, such as of an input
+        behind = {node}
+        for each in holders:
+            if not behind.isdisjoint(each.all_input_nodes):
+                behind.add(each)
+        place = self.places[node.name]
+        read = [user for each in holders if each not in behind for user in each.users if user is not node]
+        if any(self.places[user.name] > place for user in read):
+            return False
+        old, other = fake_value(written), fake_value(node.args[1]) if isinstance(node.args[1], Node) else node.args[1]
+        whole = not isinstance(other, torch.Tensor) or torch.broadcast_shapes(old.shape, other.shape) == old.shape
+        return whole and torch.result_type(old, other) == old.dtype
+
+    def pure(self, node: Node) -> bool:
+        """Whether a node has no effect but its result."""
+        return node in self.local or is_pure(node)
 
     def slice_of(self, ends: Iterable[Node], extend: Callable[[Node], bool]) -> set[Node]:
         """What computes nodes, as far as it changed or `extend` says."""
@@ -111,7 +152,7 @@ class _Side:
 
         In the order of the graph, if one has an effect.
         """
-        if not all(is_pure(node) for node in inside if _is_call(node)):
+        if not all(self.pure(node) for node in inside if _is_call(node)):
             return sorted(inside, key=lambda node: self.places[node.name])
         found: dict[Node, None] = {}
         stack = [*ends][::-1]
@@ -128,12 +169,13 @@ class _Side:
     def ordered(self) -> list[str]:
         """The nodes whose place among each other counts: those with an effect, and what touches written memory."""
         calls = [node for node in self.nodes.values() if _is_call(node)]
-        written = {place for node in calls if mutates(node) for read in node.all_input_nodes for place in _memory(read)}
+        writing = [node for node in calls if mutates(node) and node not in self.local]
+        written = {place for node in writing for read in node.all_input_nodes for place in _memory(read)}
 
         def touches(node: Node) -> bool:
             return any(place in written for read in node.all_input_nodes for place in _memory(read))
 
-        return [node.name for node in calls if not is_pure(node) or (written and touches(node))]
+        return [node.name for node in calls if not self.pure(node) or (written and touches(node))]
 
     def drawn_in(self, node: Node) -> bool:
         """Whether a node that stayed is a part of each side all the same: a size, or a small constant."""
@@ -205,15 +247,16 @@ class _Comparison:
         if self._reordered is not None:
             return self._reordered
         touched = [*self.old.inside, *self.new.inside]
+        local = self.old.local | self.new.local
         for node in touched:
-            if _is_call(node) and not is_pure(node):
+            if _is_call(node) and not is_pure(node) and node not in local:
                 return node
         read = {each for node in touched for each in (node, *node.all_input_nodes)}
         memory = {place for node in read for place in _memory(node)}
         places = [self.new.places[node.name] for node in self.new.inside]
         for name in self.common:
             node = self.new.nodes[name]
-            if not _is_call(node) or not mutates(node):
+            if not _is_call(node) or not mutates(node) or node in local:
                 continue
             written = {place for each in node.all_input_nodes for place in _memory(each)}
             # One without operands switches a mode.
@@ -401,6 +444,7 @@ def _module(side: _Side, inputs: Sequence[str], nodes: Sequence[Node], ends: Seq
     held: dict[str, Any] = {}
     for node in nodes:
         made = graph.node_copy(node, values.__getitem__)
+        made.target = _FUNCTIONAL[node.target] if node in side.local else made.target
         made.meta = {**_described(node), "nn_module_stack": node.meta.get("nn_module_stack")}
         values[node] = made
         if node.op in ("get_attr", "call_module"):

@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.sdpa import TRANSPARENT
 from omnicomp._torch.inductor.triton_ops import REFERENCES
+from omnicomp._torch.fx import copy_module, fake_value
 from omnicomp.analysis.certify import values
+from omnicomp.analysis.certify.structure import is_in_order
 from omnicomp.analysis.certify.values import Residue, State, Unsupported
 
 _aten: Final[Any] = torch.ops.aten
@@ -69,6 +71,34 @@ def run(module: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
             if last[used] == position:
                 nodes[used] = None
     raise Unsupported("the graph has no output")
+
+
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+
+def with_constants(module: GraphModule) -> GraphModule:
+    """The graph with numbers for scalars of half precision that depend on no input.
+
+    A run in float64 would not round them, as what folds them does.
+    """
+    known: dict[Node, Any] = {}
+    for node in module.graph.nodes:
+        value = fake_value(node)
+        if not node.op.startswith("call_") or not isinstance(value, torch.Tensor) or value.ndim or is_in_order(node):
+            continue
+        last = not any(map(is_in_order, node.users)) and value.is_floating_point()
+        if last and all(each in known for each in node.all_input_nodes) and "empty" not in str(node.target):
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = _call(module, node, args, kwargs, State())
+    names = {node.name: value for node, value in known.items() if value.dtype in _HALVES}
+    if not names:
+        return module
+    found = copy_module(module, lazy=True)
+    for node in found.graph.nodes:
+        if node.name in names:
+            node.op, node.target = "call_function", torch.tensor
+            node.args, node.kwargs = (names[node.name].item(),), {"dtype": names[node.name].dtype}
+    return found
 
 
 def _attribute(module: GraphModule, path: Any, device: torch.device) -> Any:
