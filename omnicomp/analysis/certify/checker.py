@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,11 +195,13 @@ class _Check:
     def _fewer(self, family: sizes.Family, position: int, known: Sequence[_Variant], count: int) -> list[_Variant]:
         """Both graphs with smaller sizes that none of the known ones has, `count` times at most."""
         found: list[_Variant] = []
-        some = (sizes.STRUCTURE, 5 + position), *_SOME
-        for keep, start in some:
+        # Small ones first, as a check takes as long as there are elements.
+        for limit, (keep, start) in itertools.product(
+            (_ELEMENTS // 8, _ELEMENTS), ((sizes.STRUCTURE, 5 + position), *_SOME)
+        ):
             if len(found) >= count:
                 break
-            variant = self._smaller(family, keep, start, _ELEMENTS)
+            variant = self._smaller(family, keep, start, limit)
             if variant is not None and all(variant.shapes != each.shapes for each in (*known, *found)):
                 found.append(variant)
         return found

@@ -8,6 +8,7 @@ is a function of how many were before it.
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -115,6 +116,8 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
     if node.op == "call_module":
         return getattr(module, str(target))(*args, **kwargs)
     function, drawing = _meant(node.op, target)
+    if function is _flex and all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+        kwargs = {**kwargs, "alone": True}
     if _has_devices(node):
         args, kwargs = tree_map(lambda value: _moved(value, state.device), (args, kwargs))
     moved = torch.default_generator.get_state() if drawing else None
@@ -318,6 +321,8 @@ def _flex(
     kernel_options: Any = None,
     score_buffers: Any = (),
     mask_buffers: Any = (),
+    *,
+    alone: bool = False,
 ) -> Any:
     key, value = _grouped(query, key), _grouped(query, value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -337,10 +342,11 @@ def _flex(
         elif not seen:
             scores = torch.full_like(scores, -math.inf)
     weights = safe_softmax(scores)
-    lse = torch.logsumexp(scores, -1)
     # Scores are in float32 behind the function, as kernels have them, and so is the sum.
     out = torch.matmul(weights, value.to(weights.dtype)).to(value.dtype)
-    return out, lse / math.log(2), torch.amax(scores, -1)
+    if alone:  # nobody reads the others
+        return (out,)
+    return out, torch.logsumexp(scores, -1) / math.log(2), torch.amax(scores, -1)
 
 
 def _graph(body: Any, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -189,7 +189,7 @@ class _Following:
         query, key = (fake_value(each) for each in node.args[:2])  # type: ignore[union-attr]
         self.scores = tuple(map(self.size, (*query.shape[:3], key.shape[2])))
         places = [
-            _Tensor("", self.scores, {} if size == {1: 1} else {("at", 3 - dim): 1})
+            _Tensor(f"index {dim}", self.scores, {} if size == {1: 1} else {("at", 3 - dim): 1})
             for dim, size in enumerate(self.scores)
         ]
         found: dict[str, _Tensor] = {}
@@ -382,7 +382,11 @@ class _Following:
         if a.formula is None or b.formula is None:
             assert a.number is not None
             assert b.number is not None
-            return self._impossible(within, ("not", _COMPARE["eq"](a.number, b.number)))
+            a, b = (b, a) if len(a.shape) == 1 else (a, b)
+            # Data read by a vector of positions may lie along any dimension of as many elements later.
+            places = [dim for dim, size in enumerate(reversed(a.shape)) if len(b.shape) == 1 and size == b.shape[0]]
+            numbers = [b.number, *(_moved(b.number, {0: {("at", dim): 1}}) for dim in places)]
+            return any(self._impossible(within, ("not", _COMPARE["eq"](a.number, each))) for each in numbers)
         for other in (b.formula, ("not", b.formula)):
             if self._impossible(within, _JOIN["xor"](a.formula, other)):
                 return True
