@@ -288,7 +288,9 @@ class _Comparison:
                 for nodes, end in zip(ordered, ends, strict=True)
             ]
             # By their first use: in equal layers they may be in another order, as where the first one makes a mask.
-            return ordered, [{r.name: r for r in each if r not in inside} for each, inside in zip(read, slices, strict=True)]
+            return ordered, [
+                {r.name: r for r in each if r not in inside} for each, inside in zip(read, slices, strict=True)
+            ]
 
         def alone(outside: Sequence[Mapping[str, Node]]) -> list[Node]:
             """The results that one side reads and the other does not."""

@@ -140,9 +140,7 @@ class _Check:
     def _state(self) -> State:
         for each in self.assumptions:
             if each.kind == c.FILL_HIDES:
-                return State(
-                    threshold=float(each.detail or _HIDES), empty_rows=c.NO_EMPTY_ROW not in self.kinds
-                )
+                return State(threshold=float(each.detail or _HIDES), empty_rows=c.NO_EMPTY_ROW not in self.kinds)
         return State()
 
     # ---- sizes

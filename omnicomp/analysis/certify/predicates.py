@@ -62,7 +62,7 @@ def compared(
             return None, ""
         for some, others in (sides, sides[::-1]):
             for each in some:
-                if not following.constant(each) and not any(following.same(each, other) for other in others):
+                if not following.plain(each) and not any(following.same(each, other) for other in others):
                     raise UndecidedError(f"a predicate or index of {each.name} has no equal that is proved")
     except Exception as error:  # noqa: BLE001 - whatever can't be followed; becomes what the method says
         return False, f"at the sizes that were tried: {error}"
@@ -114,7 +114,18 @@ _FACTORIES: Final = frozenset(
 )
 _KEPT: Final = ("expand", "contiguous", "clone", "to", "bool", "long", "int", "expand_as", "detach", "alias", "type_as")
 _REDUCING: Final = ("any", "all", "sum", "amax", "amin")
-_MOVED: Final = ("getitem", "gather", "index_select", "take_along_dim", "repeat", "tile", "roll", "flip", "select", "index")
+_MOVED: Final = (
+    "getitem",
+    "gather",
+    "index_select",
+    "take_along_dim",
+    "repeat",
+    "tile",
+    "roll",
+    "flip",
+    "select",
+    "index",
+)
 
 
 class _Following:
@@ -329,7 +340,10 @@ class _Following:
         if key is None:
             return formula
         other = {each: times for each, times in rest.items() if each != key}
-        signed = ("le", _sum(other, self.absolutes[key], rest[key])), ("le", _sum(other, self.absolutes[key], -rest[key]))
+        signed = (
+            ("le", _sum(other, self.absolutes[key], rest[key])),
+            ("le", _sum(other, self.absolutes[key], -rest[key])),
+        )
         return "and" if rest[key] > 0 else "or", tuple(map(self._without_absolutes, signed))
 
     def _places(self, node: Node, name: str, value: torch.Tensor, first: _Tensor) -> dict[int, Linear | None] | None:
@@ -366,11 +380,13 @@ class _Following:
 
     # ---- equality
 
-    def constant(self, tensor: _Tensor) -> bool:
-        """Whether it is one number, or one truth value at each place."""
+    def plain(self, tensor: _Tensor) -> bool:
+        """Whether it is one number, one truth value at each place, or the place itself: no size makes it another."""
         if tensor.formula is None:
             assert tensor.number is not None
-            return set(tensor.number) <= {1}
+            return set(tensor.number) <= {1} or any(
+                tensor.number == {("at", dim): 1} for dim in range(len(tensor.shape))
+            )
         within = list(self._within(tensor))
         return any(self._impossible(within, each) for each in (tensor.formula, ("not", tensor.formula)))
 
