@@ -301,11 +301,10 @@ class _Comparison:
         if level == 0 and alone(outside):
             shared = outside[0].keys() & outside[1].keys()
             ordered, outside = deeper = sliced(apart)
-            while costly := {node.name for node in alone(deeper[1])}:
-                between |= costly
+            while costly := [node.name for node in alone(deeper[1])]:
+                between.add(max(costly, key=lambda name: self.old.places.get(name, -1)))
                 if len(between) > _MOST_BETWEEN:
                     break
-                shared = deeper[1][0].keys() & deeper[1][1].keys()
                 deeper = sliced(apart)
             else:
                 ordered, outside = deeper

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.sdpa import TRANSPARENT
-from omnicomp._torch.inductor.triton_ops import REFERENCES
 from omnicomp._torch.fx import copy_module, fake_value
+from omnicomp._torch.inductor.triton_ops import REFERENCES
 from omnicomp.analysis.certify import values
 from omnicomp.analysis.certify.structure import is_in_order
 from omnicomp.analysis.certify.values import Residue, State, Unsupported
@@ -415,11 +415,6 @@ def _repeat_interleave(x: Any, repeats: Any, dim: Any = None, **_: Any) -> Any:
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
 
-def _isfinite(x: Any) -> Any:
-    # Torch's own compares with infinity, which is no number of a field.
-    return torch.isinf(x).logical_not() if isinstance(x, Residue) else torch.isfinite(x)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -470,7 +465,6 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
     _aten.randint.low: _integer,
     torch.rand_like: _number("rand"),
     torch.randn_like: _number("randn"),
-    torch.isfinite: _isfinite,
     torch.repeat_interleave: _repeat_interleave,
     _aten.repeat_interleave.self_int: _repeat_interleave,
     torch._assert: _nothing,
@@ -492,7 +486,6 @@ _REGISTERED: Final[dict[str, Definition]] = {
 
 METHODS: Final[dict[str, Definition]] = {
     "repeat_interleave": _repeat_interleave,
-    "isfinite": _isfinite,
     "cuda": lambda x, *_, **__: x,
     "cpu": lambda x, *_, **__: x,
 }

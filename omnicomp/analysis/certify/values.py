@@ -824,6 +824,9 @@ def _le(a: Any, b: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> torch.Tensor:
+    if isinstance(b, float) and math.isinf(b):  # no number of a field, but one may be kept beside it
+        x = number_of(a)
+        return torch.zeros_like(x.payload, dtype=torch.bool) if x.big is None else x.big == b
     x, y = _aligned(number_of(a), number_of(b))
     if x.payload.dtype == torch.bool and y.payload.dtype == torch.bool:
         return x.payload == y.payload

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from omnicomp._torch.autograd.flex import FLEX, fast_tanh
 from omnicomp._torch.fx import fake_mode
@@ -78,7 +79,7 @@ def flexible(
         def made(function: Any, *args: Any, **kwargs: Any) -> Any:
             node = graph.call_function(function, args, kwargs)
             with mode:
-                node.meta["example_value"] = function(*torch.fx.node.map_arg(args, fake_value), **kwargs)
+                node.meta["example_value"] = function(*map_arg(args, fake_value), **kwargs)
             return node
 
         at = made(torch.arange, LENGTH)
@@ -97,7 +98,7 @@ def _seen(made: Any, seen: Predicate, rows: Any, keys: Any) -> Any:
     known = dict(zip(traced.graph.find_nodes(op="placeholder"), (rows, keys), strict=True))
     for node in traced.graph.nodes:
         if node.op.startswith("call_"):
-            args = torch.fx.node.map_arg(node.args, known.__getitem__)
+            args = map_arg(node.args, known.__getitem__)
             function = getattr(torch, node.target) if node.op == "call_method" else node.target
             known[node] = made(function, *args)
         elif node.op == "output":
@@ -107,7 +108,7 @@ def _seen(made: Any, seen: Predicate, rows: Any, keys: Any) -> Any:
 
 def _scalar(node: Any, mode: Any) -> torch.Tensor:
     """One element, of the kind that an operator makes of such."""
-    args = torch.fx.node.map_arg(node.args, fake_value)
+    args = map_arg(node.args, fake_value)
     name = getattr(node.target, "__name__", str(node.target))
     with mode:
         if name == "getitem":
