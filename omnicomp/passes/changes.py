@@ -127,7 +127,8 @@ class _Side:
         read = [user for each in holders if each not in behind for user in each.users if user is not node]
         if any(self.places[user.name] > place for user in read):
             return False
-        old, other = fake_value(written), fake_value(node.args[1]) if isinstance(node.args[1], Node) else node.args[1]
+        added: Any = node.args[1]
+        old, other = fake_value(written), fake_value(added) if isinstance(added, Node) else added
         whole = not isinstance(other, torch.Tensor) or torch.broadcast_shapes(old.shape, other.shape) == old.shape
         return whole and torch.result_type(old, other) == old.dtype
 

@@ -396,12 +396,14 @@ class _Following:
             return False
         within = [bound for each in (a, b) for bound in self._within(each)]
         if a.formula is None or b.formula is None:
+            a, b = (b, a) if len(a.shape) == 1 else (a, b)
             assert a.number is not None
             assert b.number is not None
-            a, b = (b, a) if len(a.shape) == 1 else (a, b)
-            # Data read by a vector of positions may lie along any dimension of as many elements later.
-            places = [dim for dim, size in enumerate(reversed(a.shape)) if len(b.shape) == 1 and size == b.shape[0]]
-            numbers = [b.number, *(_moved(b.number, {0: {("at", dim): 1}}) for dim in places)]
+            numbers = [b.number]
+            if len(b.shape) == 1 and not any(isinstance(key, tuple) and key[0] != "at" for key in b.number):
+                # Data read by a vector of positions may lie along any dimension of as many elements later.
+                places = [dim for dim, size in enumerate(reversed(a.shape)) if size == b.shape[0]]
+                numbers += [_moved(b.number, {0: {("at", dim): 1}}) for dim in places]
             return any(self._impossible(within, ("not", _COMPARE["eq"](a.number, each))) for each in numbers)
         for other in (b.formula, ("not", b.formula)):
             if self._impossible(within, _JOIN["xor"](a.formula, other)):
