@@ -42,8 +42,8 @@ _CHEAP: Final = _SAME_ELEMENTS | frozenset(
     "__gt__ __ge__ __rand__ __ror__ logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
     "bitwise_not add sub rsub mul div truediv floordiv floor_divide mod remainder neg abs minimum maximum clamp "
     "sym_min sym_max sym_not where masked_fill index index_select gather isin isnan isinf isfinite any all amin amax "
-    "min max sum cumsum arange zeros ones full tensor zeros_like ones_like full_like new_zeros new_ones new_full "
-    "scalar_tensor tril triu cat concat stack pad flip".split()
+    "min max sum cumsum diff repeat arange zeros ones full tensor zeros_like ones_like full_like new_zeros new_ones "
+    "new_full scalar_tensor tril triu cat concat stack pad flip".split()
 )
 _ATTRIBUTES: Final = frozenset("shape device dtype ndim T mT H mH".split())
 _IN_PLACE: Final = frozenset(

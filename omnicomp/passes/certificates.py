@@ -41,6 +41,8 @@ CACHE: Final = "certificates"
 # What a pass has to claim, as it makes other values of values that a program may have.
 _CLAIMED: Final = (certify.FINITE_INPUTS, certify.FINITE_RESULTS, certify.NO_EMPTY_ROW, certify.SIGNED_ZERO)
 _MOST_MASKED: Final = 2**22
+# How many masks of a class of which little is known have to be of a class.
+_DRAWN: Final = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,10 +306,11 @@ def _of_mask(item: masks.Assumption, module: GraphModule) -> certify.Assumption 
         return None
     words = _words(item.holds)
     for word in (*words, *(f"{word} {certify.ONES}" for word in words if value.is_floating_point())):
-        made = mask(word, shape, value.dtype).to(value.device)
         # Not by a `Checker`, which would remember it in place of masks of the program.
-        found = reduced(item.check.forward(made))
-        if classified(joined(found.cpu())).among(item.accepts) == item.holds:
+        drawn = range(_DRAWN if word.partition(" ")[0] in ("first", "rows") else 1)
+        made = (mask(word, shape, value.dtype, seed).to(value.device) for seed in drawn)
+        found = (classified(joined(reduced(item.check.forward(each)).cpu())) for each in made)
+        if all(each.among(item.accepts) == item.holds for each in found):
             return certify.Assumption(certify.MASK_CLASS, subject=item.inputs[0], detail=word)
     return None
 
@@ -318,7 +321,8 @@ def _words(holds: MaskClass) -> tuple[str, ...]:
         return (f"band {_bound_of(holds.left)} {_bound_of(holds.right)}",)
     if holds.kind == "prefix":
         return (f"prefix {_bound_of(holds.right)} {_bound_of(holds.length)}",)
-    return {"full": ("full", "hidden"), "causal": ("causal", "causal_bottom_right")}.get(holds.kind, ())
+    known = {"full": ("full", "hidden"), "causal": ("causal", "causal_bottom_right"), "first": ("first",)}
+    return {**known, "rows": ("rows", "first", "full")}.get(holds.kind, ())
 
 
 def _bound_of(number: int | None) -> str:

@@ -9,6 +9,7 @@ where that makes these by cheap operators, for claims that hold because of how a
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from omnicomp.passes.attention.nodes import is_pure, mutates
 
 _MOST_CONSTANT_BYTES: Final = 2**20
 _MOST_WHOLE: Final = 512
+# Costly operators that a cut goes through to what both sides read.
+_MOST_BETWEEN: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,15 @@ class Change:
     read: Callable[[], "Change | None"] = lambda: None
     # Has the new graph compute it as the old one did; None if that can't be told from the rest.
     undo: Callable[[], None] | None = None
+
+
+_FUNCTIONAL: Final[Mapping[Any, Callable[..., Any]]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""Writes in place, and what makes a new value of the same operands."""
 
 
 class UncutError(Exception):
@@ -91,6 +103,38 @@ class _Side:
         self.nodes: dict[str, Node] = {node.name: node for node in module.graph.nodes}
         self.places: dict[str, int] = {name: place for place, name in enumerate(self.nodes)}
         self.inside: set[Node] = set()
+        writes = [node for node in self.nodes.values() if node.target in _FUNCTIONAL]
+        held: dict[int, list[Node]] = {}
+        for node in self.nodes.values() if writes else ():
+            for place in _memory(node):
+                held.setdefault(place, []).append(node)
+        self.local = {node for node in writes if self._writes_to_own(node, held)}
+
+    def _writes_to_own(self, node: Node, held: Mapping[int, Sequence[Node]]) -> bool:
+        """Whether a write in place is as good as a new value: nobody reads the memory behind it but by its result."""
+        written, value = node.args[0], fake_value(node)
+        if not isinstance(written, Node) or not isinstance(value, torch.Tensor):
+            return False
+        holders = [each for place in _memory(node) for each in held[place]]
+        first = holders[0]
+        if not _is_call(first) or not _is_call(written) or mutates(first):
+            return False  # memory that was there before, such as of an input
+        behind = {node}
+        for each in holders:
+            if not behind.isdisjoint(each.all_input_nodes):
+                behind.add(each)
+        place = self.places[node.name]
+        read = [user for each in holders if each not in behind for user in each.users if user is not node]
+        if any(self.places[user.name] > place for user in read):
+            return False
+        added: Any = node.args[1]
+        old, other = fake_value(written), fake_value(added) if isinstance(added, Node) else added
+        whole = not isinstance(other, torch.Tensor) or torch.broadcast_shapes(old.shape, other.shape) == old.shape
+        return whole and torch.result_type(old, other) == old.dtype
+
+    def pure(self, node: Node) -> bool:
+        """Whether a node has no effect but its result."""
+        return node in self.local or is_pure(node)
 
     def slice_of(self, ends: Iterable[Node], extend: Callable[[Node], bool]) -> set[Node]:
         """What computes nodes, as far as it changed or `extend` says."""
@@ -109,7 +153,7 @@ class _Side:
 
         In the order of the graph, if one has an effect.
         """
-        if not all(is_pure(node) for node in inside if _is_call(node)):
+        if not all(self.pure(node) for node in inside if _is_call(node)):
             return sorted(inside, key=lambda node: self.places[node.name])
         found: dict[Node, None] = {}
         stack = [*ends][::-1]
@@ -126,12 +170,13 @@ class _Side:
     def ordered(self) -> list[str]:
         """The nodes whose place among each other counts: those with an effect, and what touches written memory."""
         calls = [node for node in self.nodes.values() if _is_call(node)]
-        written = {place for node in calls if mutates(node) for read in node.all_input_nodes for place in _memory(read)}
+        writing = [node for node in calls if mutates(node) and node not in self.local]
+        written = {place for node in writing for read in node.all_input_nodes for place in _memory(read)}
 
         def touches(node: Node) -> bool:
             return any(place in written for read in node.all_input_nodes for place in _memory(read))
 
-        return [node.name for node in calls if not is_pure(node) or (written and touches(node))]
+        return [node.name for node in calls if not self.pure(node) or (written and touches(node))]
 
     def drawn_in(self, node: Node) -> bool:
         """Whether a node that stayed is a part of each side all the same: a size, or a small constant."""
@@ -203,15 +248,16 @@ class _Comparison:
         if self._reordered is not None:
             return self._reordered
         touched = [*self.old.inside, *self.new.inside]
+        local = self.old.local | self.new.local
         for node in touched:
-            if _is_call(node) and not is_pure(node):
+            if _is_call(node) and not is_pure(node) and node not in local:
                 return node
         read = {each for node in touched for each in (node, *node.all_input_nodes)}
         memory = {place for node in read for place in _memory(node)}
         places = [self.new.places[node.name] for node in self.new.inside]
         for name in self.common:
             node = self.new.nodes[name]
-            if not _is_call(node) or not mutates(node):
+            if not _is_call(node) or not mutates(node) or node in local:
                 continue
             written = {place for each in node.all_input_nodes for place in _memory(each)}
             # One without operands switches a mode.
@@ -224,28 +270,46 @@ class _Comparison:
         """The values that are claimed to be equal, old and new, in the order of the graph."""
         return sorted(self._claims, key=lambda pair: self.new.places[pair[1]])
 
-    def cut(self, *pairs: tuple[str, str], level: int = 0, shared: Collection[str] | None = None) -> Change:
-        """The part that computes pairs of values; `shared` is what both sides read of it."""
+    def cut(self, *pairs: tuple[str, str], level: int = 0) -> Change:
+        """The part that computes pairs of values."""
         ends = [self.old.nodes[name] for name, _ in pairs], [self.new.nodes[name] for _, name in pairs]
+        sides = self.old, self.new
+        between: set[str] = set()
+        shared: Collection[str] = ()
 
         def apart(node: Node) -> bool:
-            return shared is not None and node.name not in shared and self._cheap(node)
+            return node.name not in shared and (self._cheap(node) or node.name in between)
 
-        farther = (apart, self._cheap, _is_call)[level]
-        sides = self.old, self.new
-        slices = [side.slice_of(end, farther) for side, end in zip(sides, ends, strict=True)]
-        ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
-        reads = [
-            {read: None for read in [*(read for node in nodes for read in node.all_input_nodes), *end]}
-            for nodes, end in zip(ordered, ends, strict=True)
-        ]
-        # By their first use: in equal layers they may be made in another order, as where the first one makes a mask.
-        outside = [{r.name: r for r in read if r not in inside} for read, inside in zip(reads, slices, strict=True)]
+        def sliced(farther: Callable[[Node], bool]) -> tuple[list[list[Node]], list[dict[str, Node]]]:
+            """The nodes of both sides in order, and what they read from outside."""
+            slices = [side.slice_of(end, farther) for side, end in zip(sides, ends, strict=True)]
+            ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
+            read = [
+                {read: None for read in [*(read for node in nodes for read in node.all_input_nodes), *end]}
+                for nodes, end in zip(ordered, ends, strict=True)
+            ]
+            # By their first use: in equal layers they may be in another order, as where the first one makes a mask.
+            return ordered, [
+                {r.name: r for r in each if r not in inside} for each, inside in zip(read, slices, strict=True)
+            ]
+
+        def alone(outside: Sequence[Mapping[str, Node]]) -> list[Node]:
+            """The results that one side reads and the other does not."""
+            names = outside[0].keys() ^ outside[1].keys()
+            return [node for each in outside for name, node in each.items() if name in names and _is_call(node)]
+
+        ordered, outside = sliced((lambda _: False, self._cheap, _is_call)[level])
+        if level == 0 and alone(outside):
+            shared = outside[0].keys() & outside[1].keys()
+            ordered, outside = deeper = sliced(apart)
+            while costly := [node.name for node in alone(deeper[1])]:
+                between.add(max(costly, key=lambda name: self.old.places.get(name, -1)))
+                if len(between) > _MOST_BETWEEN:
+                    break
+                deeper = sliced(apart)
+            else:
+                ordered, outside = deeper
         names = {**outside[0], **outside[1]}
-        if level == 0 and shared is None:
-            both = outside[0].keys() & outside[1].keys()
-            if any(self._cheap(node) for name, node in names.items() if name not in both):
-                return self.cut(*pairs, shared=both)
         missing = [name for name in names if name not in self.old.nodes or name not in self.new.nodes]
         if missing:
             raise UncutError(f"{missing[0]} is read by one side, and is not in the other graph")
@@ -382,6 +446,7 @@ def _module(side: _Side, inputs: Sequence[str], nodes: Sequence[Node], ends: Seq
     held: dict[str, Any] = {}
     for node in nodes:
         made = graph.node_copy(node, values.__getitem__)
+        made.target = _FUNCTIONAL[node.target] if node in side.local else made.target
         made.meta = {**_described(node), "nn_module_stack": node.meta.get("nn_module_stack")}
         values[node] = made
         if node.op in ("get_attr", "call_module"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ _CONFIRMED: Final = 40_000_000
 # Up to which sizes that are numbers stay as they are, once.
 _FEW: Final = 2**15
 _LEAST: Final = (sizes.STRUCTURE, sizes.STRUCTURE + 1)
+# Further ones: up to which number sizes stay, and the smallest new one, below them where products would be too large.
+_SOME: Final = ((sizes.STRUCTURE, 7), (3, 4), (sizes.STRUCTURE, 3), (sizes.STRUCTURE, 2), (64, 65), (256, 257))
 # Relative to the norm: below it float64 does not tell graphs apart that differ in a constant's rounding to float32.
 _SAME: Final = 1e-7
 _HIDES: Final = -1e4
@@ -92,7 +95,8 @@ class _Check:
     def run(self) -> c.Certificate:
         """Try the methods in order."""
         self.kinds = {each.kind for each in self.assumptions}
-        if c.BLOCKS not in self.kinds and any(map(effects.reads_blocks, (self.before, self.after))):
+        blocks = any(map(effects.reads_blocks, (self.before, self.after)))
+        if c.BLOCKS not in self.kinds and blocks:
             self.assumptions += (c.Assumption(c.BLOCKS),)
         self.masks = inputs.classes(self.assumptions)
         wrong = effects.compared(self.before, self.after, self.kinds, self.differences)
@@ -102,7 +106,9 @@ class _Check:
         if structure.same(self.before, self.after):
             self.methods.append(c.Method(name="structure", holds=True))
             return self._certificate(c.PROVED, reason="the same operators on the same operands")
-        self.before, self.after = sizes.with_numbers(self.before, self.after)
+        if blocks:
+            self.before, self.after = map(effects.without_blocks, (self.before, self.after))
+        self.before, self.after = sizes.with_numbers(*map(interpret.with_constants, (self.before, self.after)))
         try:
             variants = self._variants()
         except Exception as error:  # noqa: BLE001 - a graph may refuse in any way to run; the method says how
@@ -134,7 +140,7 @@ class _Check:
     def _state(self) -> State:
         for each in self.assumptions:
             if each.kind == c.FILL_HIDES:
-                return State(threshold=float(each.detail or _HIDES))
+                return State(threshold=float(each.detail or _HIDES), empty_rows=c.NO_EMPTY_ROW not in self.kinds)
         return State()
 
     # ---- sizes
@@ -187,10 +193,13 @@ class _Check:
     def _fewer(self, family: sizes.Family, position: int, known: Sequence[_Variant], count: int) -> list[_Variant]:
         """Both graphs with smaller sizes that none of the known ones has, `count` times at most."""
         found: list[_Variant] = []
-        for keep, start in ((sizes.STRUCTURE, 5 + position), (sizes.STRUCTURE, 7), (3, 4), (64, 65), (256, 257)):
+        # Small ones first, as a check takes as long as there are elements.
+        for limit, (keep, start) in itertools.product(
+            (_ELEMENTS // 8, _ELEMENTS), ((sizes.STRUCTURE, 5 + position), *_SOME)
+        ):
             if len(found) >= count:
                 break
-            variant = self._smaller(family, keep, start, _ELEMENTS)
+            variant = self._smaller(family, keep, start, limit)
             if variant is not None and all(variant.shapes != each.shapes for each in (*known, *found)):
                 found.append(variant)
         return found
@@ -225,7 +234,7 @@ class _Check:
     def _smaller(self, family: sizes.Family, keep: int, start: int, limit: int) -> _Variant | None:
         """Both graphs with smaller sizes, if they run and have results of the same shapes then."""
         made = family.smaller(keep, start)
-        if made is None or all(key == value for key, value in made.items()):
+        if made is None or all(key == value for key, value in made.items()) or family.elements_of(made) > 2 * limit:
             return None
         before, after = (family.resized(module, made) for module in (self.before, self.after))
         wanted = inputs.shapes(self.before, family.numbers, made)

@@ -8,9 +8,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.fx import all_nodes, fake_value
+from omnicomp._torch.fx import all_nodes, copy_module, fake_value, submodules
 from omnicomp.analysis.certify import certificate as c
 from omnicomp.analysis.certify.sizes import base_name
+from omnicomp.analysis.certify.structure import is_in_order
 from omnicomp.analysis.collectives import collectives_of
 
 _CASTS: Final = ("to", "_to_copy", "convert_element_type", "float", "half", "bfloat16", "double", "type", "type_as")
@@ -57,6 +58,23 @@ def _outputs(module: GraphModule) -> list[Any]:
 def reads_blocks(module: GraphModule) -> bool:
     """Whether a graph calls FlexAttention, whose block mask is not compared with its predicate."""
     return any(getattr(node.target, "__name__", "") == "flex_attention" for node in all_nodes(module))
+
+
+def without_blocks(module: GraphModule) -> GraphModule:
+    """The graph without the lists of blocks that FlexAttention is given, and what only makes them."""
+    found = copy_module(module, lazy=True)
+    for graph in (found, *submodules(found)):
+        for node in graph.graph.nodes:
+            if getattr(node.target, "__name__", "") == "flex_attention":
+                *lists, predicate = node.args[4]
+                lists = [None if isinstance(each, Node) else each for each in lists]
+                node.args = (*node.args[:4], (*lists, predicate), *node.args[5:])
+        graph.graph.eliminate_dead_code(is_impure_node=_counts)
+    return found
+
+
+def _counts(node: Node) -> bool:
+    return node.op in ("placeholder", "output") or is_in_order(node)
 
 
 def casts(module: GraphModule) -> Counter[str]:

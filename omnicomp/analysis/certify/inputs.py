@@ -94,7 +94,10 @@ def mask(detail: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0,
     """A mask of a class: what is seen as a truth value, as a one, or as zero among minus infinities."""
     queries, keys = (*(1, 1), *shape)[-2:]
     kind, *bounds = detail.removesuffix(f" {c.ONES}").split()
-    if kind == "padding":
+    if kind in ("first", "rows"):
+        seen = _truth((queries, keys), torch.Generator().manual_seed(seed))
+        seen[:, 0] |= kind == "first"
+    elif kind == "padding":
         seen = torch.arange(keys) < random.Random(seed).randint(1, keys)
         seen = seen.expand(queries, keys)
     elif kind == "causal":

@@ -8,6 +8,7 @@ is a function of how many were before it.
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.autograd.sdpa import TRANSPARENT
+from omnicomp._torch.fx import copy_module, fake_value
 from omnicomp._torch.inductor.triton_ops import REFERENCES
 from omnicomp.analysis.certify import values
+from omnicomp.analysis.certify.structure import is_in_order
 from omnicomp.analysis.certify.values import Residue, State, Unsupported
 
 _aten: Final[Any] = torch.ops.aten
@@ -71,6 +74,34 @@ def run(module: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
     raise Unsupported("the graph has no output")
 
 
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+
+def with_constants(module: GraphModule) -> GraphModule:
+    """The graph with numbers for scalars of half precision that depend on no input.
+
+    A run in float64 would not round them, as what folds them does.
+    """
+    known: dict[Node, Any] = {}
+    for node in module.graph.nodes:
+        value = fake_value(node)
+        if not node.op.startswith("call_") or not isinstance(value, torch.Tensor) or value.ndim or is_in_order(node):
+            continue
+        last = not any(map(is_in_order, node.users)) and value.is_floating_point()
+        if last and all(each in known for each in node.all_input_nodes) and "empty" not in str(node.target):
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = _call(module, node, args, kwargs, State())
+    names = {node.name: value for node, value in known.items() if value.dtype in _HALVES}
+    if not names:
+        return module
+    found = copy_module(module, lazy=True)
+    for node in found.graph.nodes:
+        if node.name in names:
+            node.op, node.target = "call_function", torch.tensor
+            node.args, node.kwargs = (names[node.name].item(),), {"dtype": names[node.name].dtype}
+    return found
+
+
 def _attribute(module: GraphModule, path: Any, device: torch.device) -> Any:
     value: Any = module
     for part in path.split("."):
@@ -85,6 +116,8 @@ def _call(module: GraphModule, node: Node, args: Any, kwargs: Any, state: State)
     if node.op == "call_module":
         return getattr(module, str(target))(*args, **kwargs)
     function, drawing = _meant(node.op, target)
+    if function is _flex and all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+        kwargs = {**kwargs, "alone": True}
     if _has_devices(node):
         args, kwargs = tree_map(lambda value: _moved(value, state.device), (args, kwargs))
     moved = torch.default_generator.get_state() if drawing else None
@@ -109,7 +142,7 @@ def _meant(op: str, target: Any) -> tuple[Definition, bool]:
     if op == "call_method":
         function: Any = METHODS.get(target) or _method(target)
     else:
-        function = DEFINITIONS.get(target) or _INDUCTORS.get(str(target)) or REFERENCES.get(target)
+        function = DEFINITIONS.get(target) or _REGISTERED.get(str(target)) or REFERENCES.get(target)
         if function is None and target in TRANSPARENT:
             function = _by_definitions(TRANSPARENT[target])
         if function is None and isinstance(target, torch._ops.HigherOrderOperator):
@@ -288,6 +321,8 @@ def _flex(
     kernel_options: Any = None,
     score_buffers: Any = (),
     mask_buffers: Any = (),
+    *,
+    alone: bool = False,
 ) -> Any:
     key, value = _grouped(query, key), _grouped(query, value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -307,8 +342,11 @@ def _flex(
         elif not seen:
             scores = torch.full_like(scores, -math.inf)
     weights = safe_softmax(scores)
-    lse = torch.logsumexp(scores, -1)
-    return torch.matmul(weights, value), lse / math.log(2), torch.amax(scores, -1)
+    # Scores are in float32 behind the function, as kernels have them, and so is the sum.
+    out = torch.matmul(weights, value.to(weights.dtype)).to(value.dtype)
+    if alone:  # nobody reads the others
+        return (out,)
+    return out, torch.logsumexp(scores, -1) / math.log(2), torch.amax(scores, -1)
 
 
 def _graph(body: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -436,14 +474,15 @@ DEFINITIONS: Final[dict[Any, Definition]] = {
 }
 """What a target of a node computes, where that is not to be asked from the target."""
 
-_INDUCTORS: Final[dict[str, Definition]] = {
+_REGISTERED: Final[dict[str, Definition]] = {
     "prims.fma.default": lambda a, b, c: a * b + c,
     "prims.inductor_seed.default": _seed,
     "prims.inductor_seeds.default": _seeds,
     "prims.inductor_random.default": _random,
     "prims.inductor_randint.default": _integers,
+    "omnicomp.fast_tanh.default": torch.tanh,
 }
-"""The same for operators that Inductor registers when it is imported."""
+"""The same for operators that Inductor or a pass registers when it is first used."""
 
 METHODS: Final[dict[str, Definition]] = {
     "repeat_interleave": _repeat_interleave,

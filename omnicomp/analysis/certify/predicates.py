@@ -13,6 +13,7 @@ A floor division q = x // n is the one whole number with n * q <= x < n * q + n.
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -61,7 +62,7 @@ def compared(
             return None, ""
         for some, others in (sides, sides[::-1]):
             for each in some:
-                if not each.constant() and not any(following.same(each, other) for other in others):
+                if not following.plain(each) and not any(following.same(each, other) for other in others):
                     raise UndecidedError(f"a predicate or index of {each.name} has no equal that is proved")
     except Exception as error:  # noqa: BLE001 - whatever can't be followed; becomes what the method says
         return False, f"at the sizes that were tried: {error}"
@@ -76,10 +77,6 @@ class _Tensor:
     shape: tuple[Linear, ...]
     number: Linear | None = None
     formula: Formula | None = None
-
-    def constant(self) -> bool:
-        """Whether it is one number or truth value."""
-        return self.formula in (_ALWAYS, ("not", _ALWAYS)) or (self.number is not None and set(self.number) <= {1})
 
 
 def _sum(a: Linear, b: Linear, times: int = 1) -> Linear:
@@ -112,9 +109,23 @@ _JOIN: Final[dict[str, Callable[[Formula, Formula], Formula]]] = {
     "xor": lambda a, b: ("or", (_both(a, ("not", b)), _both(("not", a), b))),
 }
 _SPELLINGS: Final = {"&": "and", "|": "or", "and_": "and", "or_": "or", "invert": "not", "mod": "remainder"}
-_FACTORIES: Final = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like")
+_FACTORIES: Final = frozenset(
+    ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
+)
 _KEPT: Final = ("expand", "contiguous", "clone", "to", "bool", "long", "int", "expand_as", "detach", "alias", "type_as")
-_MOVED: Final = ("getitem", "gather", "index_select", "take_along_dim", "repeat", "tile", "roll", "flip")
+_REDUCING: Final = ("any", "all", "sum", "amax", "amin")
+_MOVED: Final = (
+    "getitem",
+    "gather",
+    "index_select",
+    "take_along_dim",
+    "repeat",
+    "tile",
+    "roll",
+    "flip",
+    "select",
+    "index",
+)
 
 
 class _Following:
@@ -122,7 +133,10 @@ class _Following:
 
     def __init__(self) -> None:
         self.quotients: dict[Any, tuple[Linear, int]] = {}
+        self.absolutes: dict[Any, Linear] = {}
         self.lowest: dict[Any, int] = {}
+        # Of the scores, in graphs that FlexAttention calls, whose values are single elements.
+        self.scores: tuple[Linear, ...] | None = None
 
     # ---- formulas of a graph
 
@@ -132,13 +146,17 @@ class _Following:
         Raises:
             UndecidedError: an operator makes others of them in a way that has no formula.
         """
-        known: dict[Node, _Tensor] = {}
+        return list(self._read(module, masks, {}).values())
+
+    def _read(self, module: GraphModule, masks: Mapping[str, str], known: dict[Node, _Tensor]) -> dict[str, _Tensor]:
+        """The same, by names, for a graph of which some inputs are known."""
         found: dict[str, _Tensor] = {}
         for node in module.graph.nodes:
             value = fake_value(node)
             name = sizes.base_name(node).strip("_") if node.op.startswith("call_") else ""
             read = [known[each] for each in node.all_input_nodes if each in known and known[each].shape]
-            if name == "scaled_dot_product_attention" and _argument(node, 5, "is_causal") is True:
+            called = name == "scaled_dot_product_attention" and _argument(node, 5, "is_causal")
+            if True in (called, node.kwargs.get("is_causal")):
                 query, key = (fake_value(each).shape[-2] for each in node.args[:2])  # type: ignore[union-attr]
                 shape = tuple(map(self.size, (query, key)))
                 found[node.name] = _Tensor(node.name, shape, formula=_le({("at", 0): 1}, {("at", 1): 1}))
@@ -146,7 +164,10 @@ class _Following:
                 known[node] = _Tensor(node.name, (), self.size(value))
                 continue
             if isinstance(node.target, torch._ops.HigherOrderOperator):
-                raise UndecidedError(f"{name} calls a graph")
+                if name != "flex_attention":
+                    raise UndecidedError(f"{name} calls a graph")
+                found.update(self._read_by_flex(module, node, known))
+                continue
             if node.name in masks and isinstance(value, torch.Tensor):
                 shape = tuple(map(self.size, value.shape))
                 formula = _of_class(masks[node.name], shape)
@@ -165,14 +186,37 @@ class _Following:
             made = None if data or not isinstance(value, torch.Tensor) else self._followed(node, name, value, known)
             if made is not None:
                 known[node] = made
-            elif data:
+            elif data or name in _REDUCING:
                 found.update((each.name, each) for each in read)
             elif read or name in ("arange", "iota", "tril_indices", "triu_indices"):
                 raise UndecidedError(f"{name} of positions")
         for node in module.graph.find_nodes(op="output")[0].all_input_nodes:
             if node in known and known[node].shape:
                 found[node.name] = known[node]
-        return list(found.values())
+        return found
+
+    def _read_by_flex(self, module: GraphModule, node: Node, outer: Mapping[Node, _Tensor]) -> dict[str, _Tensor]:
+        """The masks and index maps of the graphs that a call of FlexAttention has for its scores and its mask."""
+        query, key = (fake_value(each) for each in node.args[:2])  # type: ignore[union-attr]
+        self.scores = tuple(map(self.size, (*query.shape[:3], key.shape[2])))
+        places = [
+            _Tensor(f"index {dim}", self.scores, {} if size == {1: 1} else {("at", 3 - dim): 1})
+            for dim, size in enumerate(self.scores)
+        ]
+        found: dict[str, _Tensor] = {}
+        for given, before, read in ((node.args[3], 1, node.args[7:8]), (node.args[4][-1], 0, node.args[8:9])):  # type: ignore[index]
+            body = None if not isinstance(given, Node) else operator.attrgetter(str(given.target))(module)
+            if not isinstance(body, GraphModule):
+                continue
+            inputs = body.graph.find_nodes(op="placeholder")
+            known = dict(zip(inputs[before:], places, strict=False))
+            for each, value in zip(inputs[before + 4 :], read[0] if read else (), strict=False):  # type: ignore[arg-type]
+                if value in outer:
+                    known[each] = outer[value]  # type: ignore[index]
+            named = self._read(body, {}, known)
+            found.update({f"{name} of {given.name}": value for name, value in named.items()})  # type: ignore[union-attr]
+        self.scores = None
+        return found
 
     def size(self, value: Any) -> Linear:
         """A size as a linear form; what is none of its symbols is a variable by its text."""
@@ -205,7 +249,7 @@ class _Following:
         name = _SPELLINGS.get(name, name)
         if value.dtype not in (torch.bool, torch.int32, torch.int64):
             return None  # small ones wrap
-        shape = tuple(map(self.size, value.shape))
+        shape = self.scores or tuple(map(self.size, value.shape))
         operands = [known.get(each) if isinstance(each, Node) else self._number(each) for each in node.args]
         first = operands[0] if operands else None
 
@@ -243,6 +287,10 @@ class _Following:
             return of(formula=("not", first.formula))
         if name in ("add", "sub", "rsub", "mul", *_COMPARE, *_JOIN, "floordiv", "floor_divide", "remainder"):
             return None if second is None or node.kwargs else self._binary(name, first, second, of)
+        if name == "abs" and first.number is not None:
+            key = ("abs", tuple(sorted(first.number.items(), key=repr)))
+            self.absolutes[key] = first.number
+            return of({key: 1})
         if name == "neg" and first.number is not None:
             return of(_sum({}, first.number, -1))
         if value.dtype == torch.bool and first.formula is None:
@@ -268,7 +316,7 @@ class _Following:
             return None
         x, y = a.number, b.number
         if name in _COMPARE:
-            return of(formula=_COMPARE[name](x, y))
+            return of(formula=self._without_absolutes(_COMPARE[name](x, y)))
         if name in ("add", "sub", "rsub"):
             return of(_sum(x, y, -1) if name == "sub" else _sum(y, x, 1 if name == "add" else -1))
         x, y = (y, x) if name == "mul" and set(x) <= {1} else (x, y)
@@ -281,6 +329,23 @@ class _Following:
         self.quotients[key] = x, number
         return of(_sum(x, {key: number}, -1) if name == "remainder" else {key: 1})
 
+    def _without_absolutes(self, formula: Formula) -> Formula:
+        """A formula in which |x| is x or -x: below a bound are both of them, above one is either."""
+        kind, rest = formula
+        if kind == "not":
+            return kind, self._without_absolutes(rest)
+        if kind != "le":
+            return kind, tuple(map(self._without_absolutes, rest))
+        key = next((key for key in rest if key in self.absolutes), None)
+        if key is None:
+            return formula
+        other = {each: times for each, times in rest.items() if each != key}
+        signed = (
+            ("le", _sum(other, self.absolutes[key], rest[key])),
+            ("le", _sum(other, self.absolutes[key], -rest[key])),
+        )
+        return "and" if rest[key] > 0 else "or", tuple(map(self._without_absolutes, signed))
+
     def _places(self, node: Node, name: str, value: torch.Tensor, first: _Tensor) -> dict[int, Linear | None] | None:
         """Where in an operand an element comes from: for its dimensions from the last, a linear form of places."""
         like = fake_value(node.args[0])
@@ -292,6 +357,14 @@ class _Following:
             return {
                 rank - 1 - old: _sum({("at", made - 1 - new): 1}, {1: start})
                 for old, (new, start) in enumerate(zip(kept, starts, strict=True))
+            }
+        if name == "select" and all(type(each) is int for each in node.args[1:3]):
+            gone, index = (int(each) for each in node.args[1:3])  # type: ignore[arg-type]
+            gone %= rank
+            start = {1: index} if index >= 0 else _sum(self.size(like.shape[gone]), {1: index})
+            return {
+                rank - 1 - old: start if old == gone else {("at", rank - 1 - old - (old < gone)): 1}
+                for old in range(rank)
             }
         if name in ("transpose", "permute", "t"):
             order = list(range(rank))
@@ -307,15 +380,31 @@ class _Following:
 
     # ---- equality
 
+    def plain(self, tensor: _Tensor) -> bool:
+        """Whether it is one number, one truth value at each place, or the place itself: no size makes it another."""
+        if tensor.formula is None:
+            assert tensor.number is not None
+            return set(tensor.number) <= {1} or any(
+                tensor.number == {("at", dim): 1} for dim in range(len(tensor.shape))
+            )
+        within = list(self._within(tensor))
+        return any(self._impossible(within, each) for each in (tensor.formula, ("not", tensor.formula)))
+
     def same(self, a: _Tensor, b: _Tensor) -> bool:
         """Whether two are equal at every place, or one is the negation of the other."""
         if (a.formula is None) != (b.formula is None):
             return False
         within = [bound for each in (a, b) for bound in self._within(each)]
         if a.formula is None or b.formula is None:
+            a, b = (b, a) if len(a.shape) == 1 else (a, b)
             assert a.number is not None
             assert b.number is not None
-            return self._impossible(within, ("not", _COMPARE["eq"](a.number, b.number)))
+            numbers = [b.number]
+            if len(b.shape) == 1 and not any(isinstance(key, tuple) and key[0] != "at" for key in b.number):
+                # Data read by a vector of positions may lie along any dimension of as many elements later.
+                places = [dim for dim, size in enumerate(reversed(a.shape)) if size == b.shape[0]]
+                numbers += [_moved(b.number, {0: {("at", dim): 1}}) for dim in places]
+            return any(self._impossible(within, ("not", _COMPARE["eq"](a.number, each))) for each in numbers)
         for other in (b.formula, ("not", b.formula)):
             if self._impossible(within, _JOIN["xor"](a.formula, other)):
                 return True
@@ -389,8 +478,8 @@ def _moved(value: Any, places: Mapping[int, Linear | None]) -> Any:
         return value
     found: Linear = {}
     for key, times in value.items():
-        if isinstance(key, tuple) and key[0] == "//":
-            raise UndecidedError("a view of a floor division")
+        if isinstance(key, tuple) and key[0] != "at":
+            raise UndecidedError("a view of a floor division or an absolute value")
         found = _sum(found, places.get(key[1]) or {} if isinstance(key, tuple) else {key: 1}, times)
     return found
 

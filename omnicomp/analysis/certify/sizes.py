@@ -264,6 +264,7 @@ class Family:
     literal: set[Node] = dataclasses.field(default_factory=set)
     scales: dict[Node, float] = dataclasses.field(default_factory=dict)
     elements: int = 0
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list[tuple[int, ...]])
 
     def learn(self, *, run: bool = True) -> bool:
         """Collect the numbers of both graphs, whose operators have the shapes that nodes say, or run without data.
@@ -300,6 +301,7 @@ class Family:
         for each in _flat(result):
             if isinstance(each, torch.Tensor):
                 self.elements += each.numel()
+                self.shapes.append(tuple(each.shape))
         integers = not any(each.is_floating_point() for each in operands)
         if name in _SIZED or (name in _COMPARING and (integers or name in ("tril", "triu"))):
             self.literal.add(node)
@@ -360,6 +362,10 @@ class Family:
                 )
             anchors.append(each)
         return made if all(self._holds(each, made) for each in known) else None
+
+    def elements_of(self, made: Mapping[int, int]) -> int:
+        """About how many elements all results have with other numbers; sizes that depend on a symbol stay."""
+        return sum(math.prod(made.get(size, size) for size in shape) for shape in self.shapes)
 
     def _composite(self, whole: int) -> bool:
         return whole in self.products or whole in self.sums

@@ -32,6 +32,9 @@ class Unsupported(Exception):
     """The algebra can't follow a program, as when its sizes depend on data."""
 
 
+SWALLOWS: Final = -1e8
+"""A fill at or below it leaves nothing of a score that it is added to, in the dtypes of programs."""
+
 UNIFORM: Final = -1.0
 """In place of a probability: a draw of numbers."""
 
@@ -48,6 +51,7 @@ class State:
     """What one run of a graph keeps."""
 
     threshold: float = -math.inf  # fills at or below it count as minus infinity
+    empty_rows: bool = True  # whether rows may be filled as a whole: then the fill hides none of it
     # The random draws so far, as their kind, number of elements and probability.
     draws: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
     seeds: int = 0  # how many seeds were drawn so far
@@ -377,13 +381,29 @@ def _multiplied(value: Any, dim: int, keepdim: bool) -> torch.Tensor:
     return result.unsqueeze(dim) if keepdim else result
 
 
+def _filled_rows(a: Number, dim: int) -> tuple[Number, torch.Tensor | None]:
+    """The number with zero for the largest fill of rows that are filled as a whole, and these fills; None without such.
+
+    What such a fill is added to is lost in it, if it is as large as `SWALLOWS`.
+    """
+    if a.big is None or not _state.get().empty_rows:
+        return a, None
+    most = a.big.amax(dim + 1, keepdim=True)
+    filled = (most <= max(_state.get().threshold, -1e300)) & most.isfinite()
+    if not bool(filled.any()):
+        return a, None
+    payload = a.payload.masked_fill(filled & (most <= SWALLOWS), 0)
+    most = most.where(filled, 0.0)
+    return dataclasses.replace(a, payload=payload, big=a.big - most), most
+
+
 def largest(a: Number, dim: int, keepdim: bool) -> Number:
     """The maximum over a dimension: an unknown function of the differences, plus the first element that is not hidden.
 
     So it moves with its operands; nothing else is known of it.
     """
     _state.get().opaque.add("max")
-    a = _as_int(a)
+    a, fill = _filled_rows(_as_int(a), dim)
     shape = a.payload.shape
     hidden = torch.zeros(shape, dtype=torch.bool) if a.big is None else a.big <= max(_state.get().threshold, -1e300)
     a = _plain(dataclasses.replace(a, big=None if a.big is None else a.big.masked_fill(hidden, 0.0)))
@@ -394,6 +414,7 @@ def largest(a: Number, dim: int, keepdim: bool) -> Number:
     payload = fields.mod(start + fields.spread(fields.mix(hashes)))
     empty = hidden.all(dim + 1, keepdim=True)
     big = torch.where(empty, -math.inf, 0.0).to(torch.float64) if bool(empty.any()) else None
+    big = fill if big is None else big if fill is None else big + fill
     payload = payload.masked_fill(empty, 0)
     if not keepdim:
         payload, big = payload.squeeze(dim + 1), None if big is None else big.squeeze(dim + 1)
@@ -401,7 +422,8 @@ def largest(a: Number, dim: int, keepdim: bool) -> Number:
 
 
 def softmax(a: Number, dim: int) -> Number:
-    """Exponentials over their sum; rows of which everything is hidden are zero."""
+    """Exponentials over their sum; rows of which everything is hidden by minus infinity are zero."""
+    a, _ = _filled_rows(a, dim)
     if a.low >= fields.LEVELS - 1:
         top = largest(a, dim, True)
         a = add(a, dataclasses.replace(top, big=None), -1)
@@ -802,6 +824,9 @@ def _le(a: Any, b: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> torch.Tensor:
+    if isinstance(b, float) and math.isinf(b):  # no number of a field, but one may be kept beside it
+        x = number_of(a)
+        return torch.zeros_like(x.payload, dtype=torch.bool) if x.big is None else x.big == b
     x, y = _aligned(number_of(a), number_of(b))
     if x.payload.dtype == torch.bool and y.payload.dtype == torch.bool:
         return x.payload == y.payload

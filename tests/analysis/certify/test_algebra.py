@@ -329,3 +329,98 @@ def test_a_bound_of_rounding_allows_what_inputs_of_that_error_make_of_results(dt
         lambda x: (x * 8).exp(), lambda x: (x.to(dtype).float() * 8).exp(), torch.zeros(64, 64), assume=bound
     )
     assert (found.verdict == certify.REFUTED) == refuted, found
+
+
+def lowest(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """A mask of the lowest number, of which whole rows may be hidden."""
+    return torch.where(mask, scores(q, k), torch.finfo(torch.float32).min).softmax(-1) @ v
+
+
+def averaged(dim: int, hidden: float) -> Function:
+    """The same with minus infinity, and something else in the rows that hide everything."""
+
+    def attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return torch.where(mask.any(-1, keepdim=True), out, v.mean(dim, keepdim=True) * hidden)
+
+    return attention
+
+
+@pytest.mark.parametrize(("dim", "times", "right"), [(-2, 1.0, True), (-2, 0.0, False), (-1, 1.0, False)])
+def test_rows_that_are_filled_as_a_whole_are_averages(dim: int, times: float, right: bool) -> None:
+    mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool).expand(2, 1, 5, 5)
+
+    def rows(function: Function) -> Function:  # some of which see no key, whatever the mask is
+        return lambda q, k, v, mask: function(q, k, v, mask & (torch.arange(5) < torch.arange(5)[:, None]))
+
+    claims = [Assumption(certify.FILL_HIDES)]
+    found = compared(rows(lowest), rows(averaged(dim, times)), *HEADS, mask, assume=claims)
+    assert found.verdict == (certify.PROVED if right else certify.REFUTED), found
+
+
+@pytest.mark.parametrize(("limit", "right"), [(-1e8, True), (1e8, False)])
+def test_a_guard_against_rows_that_are_filled_leaves_others_alone(limit: float, right: bool) -> None:
+    def guarded(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        most = bias.amax(-1, keepdim=True)
+        there = torch.isfinite(most)
+        most = most.masked_fill(~there, 0.0)
+        q = q.masked_fill(-most.abs() <= limit, 0.0).masked_fill(~there, math.nan)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias - most)
+
+    claims = [Assumption(certify.FILL_HIDES), Assumption(certify.FINITE_INPUTS)]
+    found = compared(
+        lambda q, k, v, bias: (scores(q, k) + bias).softmax(-1) @ v,
+        guarded,
+        *HEADS,
+        torch.zeros(1, 4, 5, 5),
+        assume=claims,
+    )
+    assert found.verdict == (certify.PROVED if right else certify.REFUTED), found
+
+
+@pytest.mark.parametrize(("scale", "right"), [(1 / 13.875, True), (192**-0.5, False)])
+def test_scalars_of_half_precision_are_what_the_program_rounds_them_to(scale: float, right: bool) -> None:
+    def divided(x: Any) -> Any:
+        return x / torch.sqrt(torch.tensor(64.0) * 3).to(torch.bfloat16)
+
+    found = compared(divided, lambda x: x * scale, torch.zeros(4, 8, dtype=torch.bfloat16))
+    assert (found.verdict in (certify.PROVED, certify.PROVED_FOR_SIZES)) is right, found
+
+
+@pytest.mark.parametrize(
+    ("class_", "first", "right"), [("first", True, True), ("rows", True, False), ("rows", False, True)]
+)
+def test_nothing_but_a_key_of_each_row_is_known_of_a_mask(class_: str, first: bool, right: bool) -> None:
+    """Where the first key is seen, or any one, a row is never empty."""
+
+    def masked(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        keep = mask[:, None, None, :] != 0
+        return torch.where(keep & (torch.arange(5) <= torch.arange(5)[:, None]) if first else keep, scores(q, k), -INF)
+
+    def before(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return lowest_of(masked(q, k, v, mask)).softmax(-1) @ v
+
+    def lowest_of(x: Any) -> Any:
+        return torch.where(torch.isneginf(x), torch.finfo(torch.float32).min, x)
+
+    claims = [Assumption(certify.FILL_HIDES), Assumption(certify.MASK_CLASS, "mask_1", class_)]
+    after: Function = lambda q, k, v, mask: torch.nan_to_num(masked(q, k, v, mask).softmax(-1), 0.0) @ v  # noqa: E731
+    found = compared(before, after, *HEADS, torch.zeros(2, 5, dtype=torch.int64), assume=claims)
+    assert (found.verdict in (certify.PROVED, certify.PROVED_FOR_SIZES)) is right, found
+
+
+@pytest.mark.parametrize(("order", "right"), [((0, 1, 3, 2, 4, 5), True), ((0, 3, 1, 2, 4, 5), False)])
+def test_windows_of_an_image_have_small_sizes_whose_products_fit(order: tuple[int, ...], right: bool) -> None:
+    """A grid of 8 by 8 windows of 7 by 7 places, 2048 windows and 49 places as one number each."""
+
+    def before(x: Any, bias: Any) -> Any:
+        return (x @ x.mT + bias).softmax(-1) @ x
+
+    def after(x: Any, bias: Any) -> Any:
+        split = x.view(32, 8, 8, 7, 7, 32).permute(order).permute(0, 1, 3, 2, 4, 5)
+        x = split.reshape(2048, 49, 32)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias.view(1, 7, 7, 7, 7).reshape(49, 49), scale=1.0)
+
+    large = torch.zeros(1, 1, 1).expand(2048, 49, 32), torch.zeros(49, 49)
+    found = compared(before, after, *large)
+    assert found.verdict == (certify.PROVED if right else certify.REFUTED), found

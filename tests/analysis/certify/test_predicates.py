@@ -46,6 +46,18 @@ EQUAL: dict[str, tuple[Any, Any]] = {
         of(lambda q, k: (k <= q) & torch.ones(9, dtype=torch.bool)[k % 9].flip(1)),
         of(lambda q, k: k <= q),
     ),
+    "absolute value": (of(lambda q, k: abs(q - k) < 700), of(lambda q, k: (q - k < 700) & (k - q < 700))),
+    "outside": (of(lambda q, k: abs(q - k) > 700), of(lambda q, k: (q - k > 700) | (k - q > 700))),
+    "one row": (lambda n: of(lambda q, k: k <= q)(n).select(0, 3), lambda n: torch.arange(n) <= 3),
+    "all": (of(lambda q, k: k >= 0), lambda n: torch.ones(n, n, dtype=torch.bool)),
+    "rows that see a key": (
+        of(lambda q, k: (k + 9 <= q).any(-1, keepdim=True) | (q < 0)),
+        of(lambda q, k: (k < q - 8).any(-1, keepdim=True) | (q < 0)),
+    ),
+    "a vector that is turned": (
+        lambda n: (torch.arange(3, n + 3).float() * 0.5)[:, None] > 1,
+        lambda n: (torch.arange(n)[:, None] + 3).float() * 0.5 > 1,
+    ),
     "sizes": (lambda n: torch.arange(n) < n - 7, lambda n: torch.arange(n) + 7 < n),
     "diagonal of sizes": (
         lambda n: torch.ones(n, n, dtype=torch.bool).tril(n - 3),
@@ -58,6 +70,18 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "blocks of half the size": (of(lambda q, k: q // 64 == k // 64), of(lambda q, k: q // 32 == k // 32)),
     "blocks that begin later": (of(lambda q, k: q // 64 == k // 64), of(lambda q, k: (q + 1) // 64 == (k + 1) // 64)),
     "transposed": (of(lambda q, k: k <= q), of(lambda q, k: q <= k)),
+    "absolute value": (of(lambda q, k: abs(q - k) < 700), of(lambda q, k: (q - k < 700) & (k - q < 701))),
+    "outside": (of(lambda q, k: abs(q - k) > 700), of(lambda q, k: (q - k > 700) & (k - q > 700))),
+    "another row": (lambda n: of(lambda q, k: k <= q)(n).select(0, 3), lambda n: torch.arange(n) <= 4),
+    "all but one": (of(lambda q, k: k >= 1), lambda n: torch.ones(n, n, dtype=torch.bool)),
+    "rows that see a key": (
+        of(lambda q, k: (k + 9 <= q).any(-1, keepdim=True) | (q < 0)),
+        of(lambda q, k: (k < q - 9).any(-1, keepdim=True) | (q < 0)),
+    ),
+    "a vector that begins later": (
+        lambda n: (torch.arange(3, n + 3).float() * 0.5)[:, None] > 1,
+        lambda n: (torch.arange(n)[:, None] + 4).float() * 0.5 > 1,
+    ),
     "written": (of(lambda q, k: k <= q), of(lambda q, k: (k <= q).logical_not_())),
     "sizes": (lambda n: torch.arange(n) < n - 7, lambda n: torch.arange(n) < n - 8),
     "diagonal of sizes": (
