@@ -3,7 +3,6 @@
 Nothing here communicates by a collective: a rank that restores from a cache what another one compiles would skip it.
 """
 
-import dataclasses
 import os
 import socket
 import sys
@@ -13,13 +12,14 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import SDPA
 
 _UNSHARED: Final = ("fake", "threaded")  # process groups whose other ranks are no processes
 _PREFIX: Final = "omnicomp"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Job:
     """The processes of the default process group."""
 

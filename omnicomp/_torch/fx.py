@@ -1,7 +1,6 @@
 """FX graphs: the graphs inside of a graph, fake values, copies, runs on fakes, and the boxed calling convention."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
@@ -23,6 +22,8 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
+
+from omnicomp import records
 
 
 def take_list(module: GraphModule) -> None:
@@ -117,7 +118,7 @@ def _run_on_fakes(module: GraphModule, inputs: Sequence[Any], *, gradients: bool
         return torch.fx.Interpreter(module).run(*inputs)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Effects:
     """What a graph does when it is called."""
 

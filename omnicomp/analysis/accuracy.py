@@ -4,11 +4,12 @@ Half precision is allowed what eager loses in it, and float32 what the order of 
 `torch._dynamo.utils.same` judges alike; here the errors are kept, because the audit shows them.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+
+from omnicomp import records
 
 PRECISIONS: Final = {"fp32": torch.float32, "fp64": torch.float64}
 """The dtypes of the reference, by the names that the option `reference` takes."""
@@ -19,7 +20,7 @@ _FACTOR: Final = 4.0
 _ROUNDINGS: Final = 16.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Judged:
     """The result of a comparison."""
 

@@ -5,7 +5,6 @@ every other operator that makes a tensor counts one operation an element. Nothin
 environment: sizes are read as expressions, never compared.
 """
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from omnicomp import records
 from omnicomp._torch.symbols import known_range
 from omnicomp.analysis.nodes import fake_value
 
@@ -36,7 +36,7 @@ _SAME_FLOPS: Final[dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Cost:
     """FLOPs of one call, as an expression and for the sizes seen at compile time (-1 where a size has no hint)."""
 

@@ -1,15 +1,15 @@
 """The memory layout that a subgraph's neighbours were built for, and bringing a result into it."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import free_unbacked_symbols
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Layout:
     """What a consumer may rely on: strides that are numbers, or the order of the dimensions of dense memory."""
 

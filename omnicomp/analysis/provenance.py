@@ -5,13 +5,13 @@ graph, so that the compile caches restore what was built before. The places of t
 those of the nodes now.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any, Final
 
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import module_path, source_line
 
 _SOURCES: Final = ("source", "sources")
@@ -20,7 +20,7 @@ _NODE: Final = "node"
 _LEFT_OUT: Final = "left_out"
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Places:
     """Places of the nodes of a Dynamo graph, in its order."""
 

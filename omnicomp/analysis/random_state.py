@@ -1,12 +1,12 @@
 """Random numbers: which nodes draw them, and the state of torch's default generators, taken and put back."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import op_name
 
 SEEDS: Final = ("prims.inductor_seed", "prims.inductor_lookup_seed")
@@ -16,7 +16,7 @@ SEEDED: Final = ("prims.inductor_random", "prims.inductor_randint")
 """Inductor's operators that make random numbers of a seed."""
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class GeneratorStates:
     """States of generators at one moment."""
 

@@ -5,7 +5,6 @@ device, and by whether two of its operators read the same. A run is a range in p
 (docs/adr/0004), and finding one takes time linear in the nodes.
 """
 
-import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,14 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp.analysis.hashes import node_text
 from omnicomp.analysis.nodes import fake_value
 
 _PERIODS: Final = 12  # distances that are looked at, the most frequent ones
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Repeat:
     """A run of nodes and where it occurs."""
 
@@ -34,7 +34,7 @@ class Repeat:
         return (len(self.starts) - 1) * self.length
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Rules:
     """What may be in a run, and where it may begin and end."""
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 import omnicomp
+from omnicomp import records
 from omnicomp._torch.inductor import compile_caches, libraries, store, versions
 from omnicomp.backend.capture import attach_all
 from omnicomp.errors import SaveError, first_line
@@ -46,7 +47,7 @@ _WRONG: Final = "wrong"
 _INSTRUCTIONS: Final = re.compile(r"avx|sse|ssse|fma|f16c|bmi|adx|popcnt|movbe|abm|lzcnt|gfni|asimd|sve|fp|crc|atomics")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a file of artefacts says of itself."""
 

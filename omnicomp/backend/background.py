@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.autograd.compiled_function import in_backward, on_function, saves_are_hooked
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, samples, shipping
 from omnicomp._torch.inductor import compile_fx
@@ -39,9 +40,8 @@ from omnicomp.backend.variants import MOST_VARIANTS, Case, SavedVariants, Varian
 from omnicomp.backend.worker_pool import forking, improving, pool
 from omnicomp.errors import first_line
 from omnicomp.lowerings import GraphRecord
-from omnicomp.lowerings.engines.subgraph import engines_of
 from omnicomp.lowerings.overrides import registry as overrides
-from omnicomp.options.policy import LOWERINGS, Policy
+from omnicomp.options.policy import LOWERINGS, Policy, engines_of
 from omnicomp.runtime.fallback_limit import notify
 from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Background, Candidate, Event, Option, Ran, Reason, Retreat, Timeline, current
@@ -62,7 +62,7 @@ _AUTOTUNING: Final = (
 """Inductor's options that make it try what it generates."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Task:
     """What a worker is told beside the graph."""
 
@@ -73,7 +73,7 @@ class Task:
     training: bool  # whether gradients are computed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Wish:
     """What a worker is asked for."""
 
@@ -86,7 +86,7 @@ class Wish:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Answer:
     """What a worker returns."""
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 import omnicomp
-from omnicomp import passes
+from omnicomp import passes, records
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.dynamo.control_flow import end_of
 from omnicomp._torch.inductor import compile_fx
@@ -126,7 +126,7 @@ def _report(events: Sequence[Event]) -> str:
     return build(events).to_text()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
     """A captured graph on its way through the backend.
 

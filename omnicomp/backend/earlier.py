@@ -3,7 +3,6 @@
 While the later one is built in the background, its calls of those sizes go on to the earlier one.
 """
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -11,12 +10,13 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.dynamo import control_flow, shipping, specialised
 from omnicomp._torch.fx import fake_value
 from omnicomp.backend.capture import CapturedGraph
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@records.dataclass(frozen=True, eq=False)
 class Earlier:
     """A graph that was traced for fixed sizes, as seen from one that computes the same at these."""
 
@@ -31,7 +31,7 @@ class Earlier:
         return lambda *args: call(*(each for i, each in enumerate(args) if i not in self.sizes))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@records.dataclass(frozen=True, eq=False)
 class _Fixed:
     """A graph of fixed sizes as Dynamo passed it."""
 

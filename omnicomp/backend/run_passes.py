@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from omnicomp import passes
+from omnicomp import passes, records
 from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp.backend.capture import CapturedGraph
@@ -22,7 +22,7 @@ from omnicomp.passes.repairs import Repair
 from omnicomp.timeline import Certified, Event, Option, Reason, Timeline, current
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Passed:
     """A graph behind the passes."""
 

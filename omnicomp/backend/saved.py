@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 import omnicomp
+from omnicomp import records
 from omnicomp._torch.dynamo import control_flow, saving
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.backend.capture import CapturedGraph, attach_all, of_this_process
@@ -81,7 +82,7 @@ def _maker(call: Any) -> Callable[[], State] | None:
     return method or (make if owner is call else None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class SavedCapture:
     """A captured graph as it is pickled."""
 
@@ -128,7 +129,7 @@ class SavedCapture:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Compiled(State):
     """What AOTAutograd returned, with the code of all parts."""
 
@@ -245,7 +246,7 @@ def hand_over(call: Callable[..., Any], wish: saving.Wish | None, graph: str = "
     return call
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Content:
     """What is saved of a graph."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.autograd.compiled_function import saves_are_hooked
 from omnicomp._torch.dynamo import control_flow, late_compile
 from omnicomp.analysis.random_state import generator_states
@@ -437,7 +438,7 @@ def _sentences(assumptions: Sequence[Assumption], case: Case | None, names: Sequ
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class SavedVariants(State):
     """What variants are restored from."""
 

@@ -5,7 +5,6 @@ An inference graph is rewritten in front of AOTAutograd: each occurrence of a ru
 placement, records, the guard and verification see every operator; Inductor gets the calls, if it gets the whole part.
 """
 
-import dataclasses
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.dynamo import regions as traced
 from omnicomp._torch.fx import copy_module, effects
 from omnicomp._torch.inductor import shared_code
@@ -27,7 +27,7 @@ from omnicomp.builder.regions import Body, Shared, title
 _NAME: Final = "omnicomp_repeated_"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class EarlyRegions:
     """What is called in a Dynamo graph."""
 
@@ -55,7 +55,7 @@ class EarlyRegions:
         return InlinedPart(module=module, calling=part, shared=Shared(calls=calls), content=_content(module))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class InlinedPart:
     """A part with the bodies in the places of their calls."""
 

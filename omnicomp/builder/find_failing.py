@@ -6,7 +6,6 @@ names the node, as its graph interpreter was at it; otherwise beginnings are tri
 that works stays in front of the node, and is not built again.
 """
 
-import dataclasses
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Final
 
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.failures import kind_of
 from omnicomp.analysis.hashes import exact_hash
@@ -94,7 +94,7 @@ def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The changes that let a run of nodes build."""
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.inductor.store import JsonStore, append, folder, key_of, note_use, read_trusted
 from omnicomp._torch.inductor.versions import compilers, inductor_identity, keeps_caches
 from omnicomp.analysis.hashes import exact_hash
@@ -27,7 +28,7 @@ CACHE: Final = "verdicts"
 _PROCESS: Final = uuid.uuid4().hex
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Entry:
     """The known failures of one graph."""
 

@@ -1,6 +1,5 @@
 """Cutting a post-autograd graph into subgraphs, and the straight-line code that calls them in order."""
 
-import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +9,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.symbols import free_symbols
 from omnicomp.analysis.nodes import fake_value
 
 Call = Callable[[list[Any]], Sequence[Any]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Piece:
     """One subgraph."""
 
@@ -105,7 +105,7 @@ def _attribute(module: GraphModule, target: str) -> Any:
     return value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Stitching:
     """The straight-line code that calls the pieces of a part in order, before it is known what to call."""
 

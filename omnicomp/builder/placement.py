@@ -13,12 +13,11 @@ from types import MappingProxyType
 
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LoweringError
-from omnicomp.lowerings import MAIN, in_order
+from omnicomp.lowerings import LOWERINGS, MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
-from omnicomp.lowerings.engines.program import EngineLowering
-from omnicomp.lowerings.exact import called_by_code
 from omnicomp.lowerings.override import override_of
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.rewrite import REFUSED
@@ -26,7 +25,7 @@ from omnicomp.options.placement_rules import Rule, last_match, named_subgraphs
 from omnicomp.timeline import NodePlacement, Reason
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Run:
     """Neighbouring nodes on one lowering."""
 
@@ -34,7 +33,7 @@ class Run:
     nodes: tuple[Node, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The placement of a part."""
 
@@ -97,6 +96,8 @@ def place(
         )
         counted[node] = "override" if override_of(node) is not None else placed[node]
         if context.policy.numerics == "eager" and counted[node] == MAIN.name:
+            from omnicomp.lowerings.exact import called_by_code
+
             called = called_by_code(node, MAIN.name)
             if called is not None:
                 counted[node], chain = "eager", (*chain, called)
@@ -226,6 +227,10 @@ def taken_together(
         Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
         a whole is not taken; None if it is.
     """
+    if lowering.name in LOWERINGS:
+        return frozenset(), None
+    from omnicomp.lowerings.engines.program import EngineLowering
+
     if not isinstance(lowering, EngineLowering):
         return frozenset(), None
     if lowering.engine.clustering_for(context).strict:

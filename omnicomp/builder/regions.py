@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.inductor import shared_code
 from omnicomp._torch.inductor.group_casts import cast_together
@@ -33,7 +34,7 @@ PAYS: Final = 120
 """Operators that must be saved in a part, about two seconds on one core, before anything is rewritten."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Shared:
     """What of a graph is built once."""
 

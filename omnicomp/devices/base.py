@@ -14,11 +14,12 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 import omnicomp
+from omnicomp import records
 from omnicomp._torch.inductor.compile_fx import compile_part, has_inductor
 from omnicomp.errors import DeviceError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Expectations:
     """Tolerances, checks that are left out, and dtypes, for `omnicomp conformance`.
 
@@ -71,7 +72,7 @@ MEMORY_KEYS: Final = ("allocated_bytes", "peak_bytes", "reserved_bytes", "total_
 _NO_CONFIG: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a device can do.
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.devices.timer import versions
 from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.devices.cpu import processor
@@ -20,7 +21,7 @@ _CALLS: Final = 5
 _ROUNDS: Final = 5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a device reaches."""
 

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.recordable import Recordable
 from omnicomp.analysis.provenance import Places
@@ -19,7 +20,7 @@ Support = Reason | None
 """The answer to "do you take this node?": None is yes, a `Reason` is no."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class KeyParts:
     """The components of a graph's cache keys that are known before a lookup.
 
@@ -32,7 +33,7 @@ class KeyParts:
     parts: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict[str, tuple[str, str]])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class LateMatch:
     """A match of an override of a module or a search that stands behind other lowerings in the order.
 
@@ -49,7 +50,7 @@ class LateMatch:
     declined: NodePlacement | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class GraphRecord:
     """The record of a Dynamo graph: identity, provenance and cache key.
 
@@ -78,7 +79,7 @@ class GraphRecord:
     key: KeyParts = dataclasses.field(default_factory=KeyParts)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class LoweringContext:
     """The context of a part that a lowering gets.
 

@@ -8,7 +8,6 @@
 An entry needs all three. One that lacks something, or is past its date, is told as a problem and acknowledges nothing.
 """
 
-import dataclasses
 import datetime
 import importlib
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from omnicomp import records
 from omnicomp.errors import AcknowledgeError, nearest
 from omnicomp.safety.escapes import one_line
 from omnicomp.safety.forks import new_lock
@@ -31,7 +31,7 @@ _LONGEST: Final = 120
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Entry:
     """One acknowledgement.
 
@@ -50,7 +50,7 @@ class Entry:
         return today > self.expires
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Acknowledged:
     """What a project acknowledges.
 

@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
+from omnicomp import records
 from omnicomp.errors import nearest, wrong_value
 
 Check = Callable[[str, Any], Any]
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class OptionSpec:
     """How an option is checked, and what it does; its name, type and default are those of the field of `Policy`.
 

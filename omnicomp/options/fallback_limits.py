@@ -5,12 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from omnicomp import records
 from omnicomp.errors import OptionError, nearest, wrong_value
 
 ON_EXCESS: Final = ("warn", "error")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class FallbackBudget:
     """Bounds on what runs eager although a compiler was asked first.
 

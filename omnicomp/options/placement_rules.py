@@ -1,6 +1,5 @@
 """Selectors: text that names operators or modules, in rules of placement, in budgets and in acknowledgements."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Any, Final
 
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import module_path, op_name
 from omnicomp.errors import wrong_value
 
@@ -57,7 +57,7 @@ def selects(
 _GRAPH: Final = re.compile(r"(?:g|graph)(\d{1,18})(:\w+)?(?:[./](forward|backward|inference))?(?:[./](\d{1,18}))?")
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Rule:
     """One rule.
 

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.dtypes import storage_key, was_written
 from omnicomp._torch.dynamo.late_compile import is_subclass
 from omnicomp._torch.inductor.graph_text import TextGraph, to_source
@@ -61,7 +62,7 @@ _MOST_NODES: Final = 128
 _MOST_BYTES: Final = 1 << 28
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False)
 class Assumption:
     """Something that a variant of a graph takes for granted, and how to see whether it is so."""
 
@@ -163,7 +164,7 @@ def assumption(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Added:
     """A part of a mask that is added to the scores."""
 
@@ -214,7 +215,7 @@ def mask_assumption(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class _Slice:
     """What computes `results`: nodes of the root and of regions inside it, operands first."""
 
@@ -464,7 +465,7 @@ def _check_module(needed: _Slice, finish: Callable[[Graph, Sequence[Node]], Any]
     return GraphModule(constants, graph, "Check")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class _Rates:
     """Seconds that a check costs, and operations a second of attention by what it is given.
 

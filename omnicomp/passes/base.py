@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult as PassResult
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.dynamo.late_compile import hinted, is_fake
 from omnicomp._torch.fx import Effects, copy_module, describe, effects, traced_again
 from omnicomp._torch.symbols import GuardOnDataDependentSymNode, free_unbacked_symbols
@@ -33,7 +34,6 @@ from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption, caller_of
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
-from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
@@ -137,6 +137,8 @@ class PassContext:
         self.assumptions = [item for item in self.assumptions if item.key != question.key]
 
     def _class_of(self, question: Assumption, guess: MaskClass) -> MaskClass:
+        from omnicomp.passes.verdicts import Checker, capturing
+
         assert self.root is not None
         names = [node.name for node in self.root.graph.find_nodes(op="placeholder")]
         if len(names) != len(self.inputs):
@@ -202,7 +204,7 @@ class PassContext:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Applied:
     """What came of a pass that was applied by itself.
 

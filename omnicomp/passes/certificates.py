@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import hint_of
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.fx import describe, fake_mode
@@ -43,7 +44,7 @@ _CLAIMED: Final = (certify.FINITE_INPUTS, certify.FINITE_RESULTS, certify.NO_EMP
 _MOST_MASKED: Final = 2**22
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Kept:
     """A certificate as it is kept.
 

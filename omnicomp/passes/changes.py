@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.fx import lazy_module
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.assumptions import is_cheap, may_write
@@ -27,7 +28,7 @@ _MOST_CONSTANT_BYTES: Final = 2**20
 _MOST_WHOLE: Final = 512
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Change:
     """A part of a graph before and after a pass."""
 

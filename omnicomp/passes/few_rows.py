@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.devices.timer import DeviceTimer, measurable, versions
 from omnicomp._torch.dynamo.late_compile import is_subclass
 from omnicomp._torch.inductor import triton_ops
@@ -33,7 +34,6 @@ from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.timings import Budget, Timed, fastest, known_or_measured
 from omnicomp.passes.base import Pass, PassContext
-from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
 from omnicomp.passes.kernels import measured
 
 _HALF: Final = (torch.bfloat16, torch.float16)
@@ -86,7 +86,7 @@ LINEARS: Final = triton_ops.define(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Problem:
     """Layers that share an input, by all that their time depends on."""
 
@@ -200,6 +200,8 @@ class FewRows(Pass):
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Replace the layers, those that share an input together."""
+        from omnicomp.passes.dtypes.analysis import Scopes, changed_storages
+
         changed, scopes = changed_storages(module), Scopes(module)
         groups: dict[Any, list[_Layer]] = {}
         for node in module.graph.nodes:
@@ -238,7 +240,7 @@ class FewRows(Pass):
         return True
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Layer:
     """A linear layer, however it is spelt: `x`, a weight of one row for each output, and a bias."""
 
@@ -287,6 +289,8 @@ def _transposed(node: Any) -> Node | None:
 
 def _fits(layer: _Layer, changed: set[int]) -> bool:
     """Whether the kernels take a layer, and nothing that it reads is written to in the graph."""
+    from omnicomp.passes.dtypes.analysis import storages
+
     given = layer.given
     fakes, made = [fake_value(value) for value in given], fake_value(layer.node)
     tensors = [leaf for leaf in tree_leaves([*fakes, made]) if isinstance(leaf, Tensor)]

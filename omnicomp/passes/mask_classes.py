@@ -5,7 +5,6 @@ brings to the host for any number of masks; `classified` says which class they a
 which costs less. On CUDA a kernel of Triton has all of them from one pass over the mask.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
+from omnicomp import records
 from omnicomp._torch.inductor.triton_ops import usable
 from omnicomp.errors import first_line
 from omnicomp.timeline import Reason
@@ -37,7 +37,7 @@ _unusable: Final[list[Reason]] = []
 _STRONG: Final = frozenset(("full", "causal", "band", "prefix"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class MaskClass:
     """What a mask is, for the sizes that it has.
 

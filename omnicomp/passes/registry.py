@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.inductor.own_context import apart
 from omnicomp._torch.inductor.versions import describe
-from omnicomp.devices.inductor.spec import code_digest, package_sources
 from omnicomp.errors import OptionError, PassError, first_line, nearest
 from omnicomp.options.checks import listed
 from omnicomp.passes.base import Pass
@@ -35,7 +35,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes)
 _TORCHS: Final = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Plugin:
     """An entry point of the group."""
 
@@ -199,6 +199,8 @@ def identity(item: Pass) -> tuple[str, str]:
     Raises:
         PassError: an option has no text that is the same in every process.
     """
+    from omnicomp.devices.inductor.spec import code_digest, package_sources
+
     cls = type(item)
     options = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     texts: list[str] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omnicomp import records
 from omnicomp._torch.autograd.call_hooks import widened
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.inductor.failures import kind_of
@@ -23,7 +24,7 @@ from omnicomp.lowerings.overrides.declaration import Function, Override
 _NUDGE: Final = 2.0  # roundings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Trial:
     """The result of a comparison."""
 

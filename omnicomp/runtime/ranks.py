@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.distributed import Job, Pause, groups_of_values, identity, is_gone, job, ranks_of
 from omnicomp._torch.inductor import store
 from omnicomp.analysis.collectives import group_of, groups_in, in_group, without_sizes
@@ -61,7 +62,7 @@ Decision = tuple[str, str, str]
 """What was decided, how, and why."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a rank says of a part."""
 
@@ -83,7 +84,7 @@ class Plan:
         return cls(**data)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What holds for all ranks of a group."""
 
@@ -281,7 +282,7 @@ def agree_on_eager(
     _obeyed(_meet(found, about, plan, groups, policy, failed=True, some=True))
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _About:
     timeline: Timeline
     graph: str

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.inductor.pool_copies import PoolCopies
 from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
 from omnicomp._torch.user_code import is_of_program
@@ -91,7 +92,7 @@ class Recorder(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Recorders:
     """Where recorders come from."""
 

@@ -15,6 +15,7 @@ import math
 import re
 from typing import Any, ClassVar, Final
 
+from omnicomp import records
 from omnicomp.timeline.reasons import Reason
 
 __all__ = [
@@ -55,7 +56,7 @@ __all__ = [
 SCHEMA_VERSION: Final = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Event:
     """Base of all events.
 
@@ -91,7 +92,7 @@ class Event:
         return {"schema": SCHEMA_VERSION, "type": self.type, **body}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Capture(Event):
     """Dynamo handed over a graph.
 
@@ -139,7 +140,7 @@ class Capture(Event):
     run: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Process(Event):
     """A process began to write to a file, or ended in order; one that is killed does not record its end.
 
@@ -159,7 +160,7 @@ class Process(Event):
     rank: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Outcome(Event):
     """The compilation of a graph is over, or the first call of one of its subgraphs raised.
 
@@ -177,7 +178,7 @@ class Outcome(Event):
     error: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Background(Event):
     """A graph is built by another process while the program runs it eager; see the option `background`.
 
@@ -198,7 +199,7 @@ class Background(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Option(Event):
     """An option whose effective value is not the requested one."""
 
@@ -215,7 +216,7 @@ STAGES: Final[dict[str, str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Stage(Event):
     """A stage of a compilation is over; recorded at its end.
 
@@ -232,7 +233,7 @@ class Stage(Event):
     part: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PassRun(Event):
     """A pass ran, or was skipped.
 
@@ -255,7 +256,7 @@ class PassRun(Event):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rewrite(Event):
     """A pass rewrote one place, or found that it is as it should be.
 
@@ -284,7 +285,7 @@ class Rewrite(Event):
     verdict: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Certified(Event):
     """A change that a pass made to a graph was checked by what knows nothing of the pass.
 
@@ -323,7 +324,7 @@ class Certified(Event):
     reproducer: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NearMiss(Event):
     """A candidate for a rewrite that a pass left alone; `reason.node` is where the match ended."""
 
@@ -335,7 +336,7 @@ class NearMiss(Event):
     module: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Speculation(Event):
     """Something was assumed of a graph's inputs, and what became of it.
 
@@ -363,7 +364,7 @@ class Speculation(Event):
     calls: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Calibration(Event):
     """The error of a graph's outputs was bounded by the option `dtype_error`; errors are relative, of the worst output.
 
@@ -397,7 +398,7 @@ class Calibration(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class NodePlacement:
     """One node that is not on the first lowering of the policy for a reason of its own.
 
@@ -418,7 +419,7 @@ class NodePlacement:
     chain: tuple[Reason, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Placement(Event):
     """Every node of a post-autograd graph was given a lowering.
 
@@ -437,7 +438,7 @@ class Placement(Event):
     collectives: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Subgraph(Event):
     """A subgraph and the lowering that was planned for it.
 
@@ -482,7 +483,7 @@ class Subgraph(Event):
     left_whole: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Boundary(Event):
     """Values that one subgraph of a part makes and another one reads.
 
@@ -507,7 +508,7 @@ class Boundary(Event):
     casts: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Attempt(Event):
     """A lowering tried to build a subgraph, or was passed over.
 
@@ -533,7 +534,7 @@ class Attempt(Event):
     artefact: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Candidate(Event):
     """One way of compiling a graph that was looked at when the lowerings are chosen by measuring.
 
@@ -573,7 +574,7 @@ class Candidate(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Retreat(Event):
     """A subgraph, or a whole graph, moved from one lowering to another after a failure."""
 
@@ -584,7 +585,7 @@ class Retreat(Event):
     reason: Reason
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Agreement(Event):
     """The ranks of a job compared their plans of a part with collectives, before its first call.
 
@@ -604,7 +605,7 @@ class Agreement(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Ran(Event):
     """An executable was called for the first time, or again for the first time after a retreat.
 
@@ -623,7 +624,7 @@ class Ran(Event):
     kernels: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Verification(Event):
     """An override was compared with its reference on the arguments of a real call.
 
@@ -647,7 +648,7 @@ class Verification(Event):
     seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cache(Event):
     """Verdict of a compile cache.
 
@@ -673,7 +674,7 @@ class Cache(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Artefacts(Event):
     """A file of artefacts was written or read; of the process, so `graph` is empty.
 
@@ -693,7 +694,7 @@ class Artefacts(Event):
     reason: Reason | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Weights(Event):
     """The first call of a graph that reads low-precision copies of parameters instead of casting them.
 
@@ -710,7 +711,7 @@ class Weights(Event):
     total: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Memory(Event):
     """Memory of the device around one call of a subgraph, by the option `memory`; -1 where the device does not tell.
 
@@ -733,7 +734,7 @@ class Memory(Event):
     peak_bytes: int = -1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Timing(Event):
     """How long the calls of a subgraph took, up to one of them; recorded after 1, 2, 4, 8, … calls.
 
@@ -768,7 +769,7 @@ class Timing(Event):
     product_dtype: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CudaGraph(Event):
     """Whether the calls of a subgraph are recorded as CUDA graphs, for one combination of its sizes.
 

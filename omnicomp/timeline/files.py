@@ -10,6 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Final, get_args, get_origin
 
+from omnicomp import records
 from omnicomp.errors import TimelineError
 from omnicomp.safety.privacy import logger
 from omnicomp.timeline.events import EVENT_TYPES, SCHEMA_VERSION, Event, NodePlacement, Process
@@ -33,7 +34,7 @@ _KINDS_KEPT: Final = 16
 _TOLD: Final = 200
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Unread:
     """Lines of a file that no event was read from, for one cause.
 
@@ -270,7 +271,7 @@ def _node_placement(data: dict[str, Any]) -> NodePlacement:
     return NodePlacement(**{key: str(value) for key, value in data.items() if key in known}, chain=chain)
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Field:
     """The types that a field's value may have, and its items, if these are text or integers."""
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from omnicomp import records
 from omnicomp.timeline.events import Attempt, Capture, Event
 
 LEVELS: Final[dict[str, str]] = {
@@ -19,7 +20,7 @@ LEVELS: Final[dict[str, str]] = {
 """The level of each lowering; that of a compiler which is not among them, such as an engine, is `compile`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class LevelAttempt:
     """What became of one level.
 
@@ -36,7 +37,7 @@ class LevelAttempt:
     reason: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class ModuleLevels:
     """The three levels of one subgraph.
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from omnicomp import records
 from omnicomp.safety.escapes import shown
 
 RECOMPILE_LIMIT: Final = "recompile_limit"
@@ -67,7 +68,7 @@ CODES: Final[dict[str, str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Reason:
     """Why a node, a subgraph or a rewrite was not taken.
 

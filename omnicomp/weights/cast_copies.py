@@ -4,7 +4,6 @@ E4M3 has 4 significant bits and ends at 448, so that a tensor is divided by a sc
 the last dimension, such as a token of the activations or an output of a weight.
 """
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from omnicomp import records
 from omnicomp._torch import parameters
 from omnicomp._torch.parameters import owners, owns_alone, stream_of, weak_storage
 from omnicomp.safety.forks import new_lock
@@ -45,7 +45,7 @@ def scaled(value: Any, call: Callable[..., Any], *, rows: bool) -> tuple[Any, An
     return call(CAST, ranged, FLOAT8), scale
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Form:
     """The form of a copy of a parameter."""
 

@@ -20,6 +20,7 @@ ORDER = (
     ("timeline", "analysis"),
     ("_torch",),
     ("errors",),
+    ("records",),
     ("safety",),
 )
 LEVEL = {room: level for level, rooms in enumerate(reversed(ORDER)) for room in rooms}

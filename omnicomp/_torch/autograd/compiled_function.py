@@ -5,7 +5,6 @@ eager gives None, and cannot be differentiated. `on_function` hands the class ov
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -18,6 +17,8 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
+
+from omnicomp import records
 
 _OWN = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
 _OF_BASE = (OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output)
@@ -33,7 +34,7 @@ def saves_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Results:
     """What the gradients that a compiled backward gets are gradients of."""
 

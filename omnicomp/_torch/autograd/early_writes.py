@@ -5,13 +5,13 @@ If an operator in the middle raises, nothing has been written. Here a write is m
 value is there by then, and nothing reads the old one any more.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
 from torch.fx import Graph, Node
 
+from omnicomp import records
 from omnicomp._torch.autograd.mutations import is_view, write_targets
 
 # What functionalisation makes of a write to a view, at the next read of the tensor or at the end of the graph.
@@ -25,7 +25,7 @@ _SCATTERED: Final = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Write:
     """What is written to an input at the end of a graph, or behind it, if there is no node."""
 

@@ -1,7 +1,6 @@
 """Inductor's pattern matcher: the search for an override's reference in a post-autograd graph."""
 
 import copy
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,10 @@ from torch._inductor.pattern_matcher import MULTIPLE, PatternMatcherPass, fwd_on
 from torch._inductor.pattern_matcher import Match as Match
 from torch.fx import Graph, Node
 
+from omnicomp import records
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@records.dataclass(frozen=True, kw_only=True)
 class Pattern:
     """A computation to look for in graphs."""
 

@@ -4,7 +4,6 @@ The layers of a model make the same calls on tensors of the same kind. Running o
 millisecond, and telling its operators again a tenth of that.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
@@ -15,6 +14,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.autograd.dispatch_trace import Listener, storage_key
 
 _KNOWN_MODULES: Final = ("torch", "_operator", "math", "builtins")
@@ -29,14 +29,14 @@ class _Unlike(Exception):
     """Something that may make two calls differ, or can't be told again."""
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Slot:
     """The place of a tensor among those that a call takes and makes."""
 
     index: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class _Known:
     """What a call did, with slots for tensors."""
 

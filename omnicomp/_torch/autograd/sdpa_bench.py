@@ -16,6 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import BoxedBool
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import SDPA, kernel_first
 from omnicomp._torch.devices.timer import DeviceTimer
 
@@ -26,7 +27,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 _SCORES_BYTES: Final = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Problem:
     """An attention, by all that its time depends on."""
 

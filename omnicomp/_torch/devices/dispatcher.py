@@ -6,7 +6,6 @@ The order is the dispatcher's own: a kernel registered for the device's key, tor
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -16,6 +15,8 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from omnicomp import records
+
 Kernel = Literal["native", "composite", "fallback", "missing"]
 Heard = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
 
@@ -24,7 +25,7 @@ _EXPLICIT: Final = "CompositeExplicitAutograd"
 _STRUCTURED: Final = "CompositeExplicitAutogradNonFunctional"
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Standing:
     """What a call of an operator meets on a device."""
 

@@ -5,7 +5,6 @@ ones must not be kept alive), a tracing context of its own, and an answer to wha
 symbolic sizes, as Dynamo's guards are made by then.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from omnicomp import records
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@records.dataclass(frozen=True, kw_only=True)
 class SizeGuards:
     """What a late compilation found out about symbolic sizes."""
 
@@ -35,7 +36,7 @@ class SizeGuards:
     text: str = ""  # the conditions, for people
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Scene:
     """What is kept of a compilation by Dynamo."""
 
@@ -142,7 +143,7 @@ def _size_guards(scene: Scene, known: int) -> SizeGuards:
 _evaluator = functools.cache(ShapeEnv)  # evaluating such a condition reads nothing of it
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Holds:
     """Whether the sizes among a call's inputs are as a condition in Python says; it pickles."""
 

@@ -7,7 +7,6 @@ raises. `tests/backend/test_shared_memory.py` is the reproducer, with torch 2.11
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -16,10 +15,12 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
+
 _MOST: Final = 16  # inputs to look at in each call
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Sharing:
     """How the inputs share memory that a graph was compiled for."""
 

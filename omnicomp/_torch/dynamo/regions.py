@@ -5,7 +5,6 @@ one graph and its calls again.
 """
 
 import contextlib
-import dataclasses
 import operator
 from collections.abc import Generator, Sequence
 from typing import Any, Final
@@ -20,6 +19,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from omnicomp import records
 from omnicomp._torch.fx import fake_value, like
 from omnicomp._torch.inductor.shared_code import KNOWN, PURE, draws, is_called_operator
 from omnicomp._torch.user_code import raises
@@ -42,7 +42,7 @@ def sets_state(node: Node) -> bool:
     return fake_value(node) is None and getattr(node.target, "__name__", "") not in _NO_STATE
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Facts:
     """What a node of a Dynamo graph does."""
 

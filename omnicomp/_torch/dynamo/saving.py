@@ -24,6 +24,7 @@ from torch._dynamo.precompile_context import BackendCacheArtifact as BackendCach
 from torch._dynamo.precompile_context import PrecompileContext
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.inductor.cache_entry import StitchedGraph
 from omnicomp._torch.inductor.cache_entry import is_bundled as is_bundled
 
@@ -37,7 +38,7 @@ _PATCHES: Final = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Wish:
     """How a compiled graph may be saved."""
 

@@ -26,6 +26,7 @@ from torch.fx._graph_pickler import GraphPickler, Options, _SymNodePickleData
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from omnicomp import records
 from omnicomp._torch.dynamo.late_compile import Scene, is_subclass
 from omnicomp._torch.fx import all_nodes, copy_module, describe, effects, like
 
@@ -40,7 +41,7 @@ class ShippingError(Exception):
     """A graph can't be compiled in another process; the message says why."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Shipped:
     """A graph in the process that compiles it."""
 

@@ -15,6 +15,8 @@ import torch._inductor.config
 import torch._inductor.config_comms
 from torch._dynamo.utils import counters, get_chromium_event_logger
 
+from omnicomp import records
+
 Counts = Mapping[tuple[str, str], int]
 
 _VERDICTS: Final = ("miss", "bypass", "hit")
@@ -37,7 +39,7 @@ _HASH: Final = 12
 _INPUTS: Final = 256
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Lookup:
     """One question to a cache."""
 

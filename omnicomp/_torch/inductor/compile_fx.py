@@ -1,7 +1,6 @@
 """Inductor's internals: its options, `compile_fx`, the compiled graph, and the tag in its cache keys."""
 
 import contextlib
-import dataclasses
 import functools
 import re
 import sys
@@ -30,6 +29,7 @@ from torch._inductor.output_code import CompiledFxGraph as CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
 from torch._inductor.utils import BoxedBool
 
+from omnicomp import records
 from omnicomp._torch.autograd.mutations import separate_outputs
 from omnicomp._torch.inductor.cache_lookups import Lookup, counts, graph_lookup
 from omnicomp._torch.inductor.recordable import VISIBLE_KEY, Recordable, recordables, unrecorded, visible_outputs
@@ -39,7 +39,7 @@ _ARTEFACT_KEY: Final = "omnicomp"
 _FALLBACK_KEY: Final = "omnicomp_fallback"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Kept:
     """What `compile_part` stored in an artefact, and how it is used now."""
 

@@ -5,7 +5,6 @@ graph, so that it can be part of a cache key.
 """
 
 import base64
-import dataclasses
 import functools
 import types
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import GraphModule
 from torch.fx.graph_module import _format_import_block, _forward_from_src, reduce_graph_module
 from torch.package import sys_importer
+
+from omnicomp import records
 
 # What Inductor folds or lifts is small; weights that were frozen into the graph are not to be copied.
 MAX_CONSTANT_BYTES: Final = 2**20
@@ -75,7 +76,7 @@ def _function(data: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(forward, types.SimpleNamespace(**_constants(data)))
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class TextGraph:
     """A graph in the usual convention as text, with what is read of a graph module that is only called."""
 

@@ -21,6 +21,8 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import BoxedBool
 from torch.utils._ordered_set import OrderedSet
 
+from omnicomp import records
+
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 # A call of attention with a probability of dropout among its positional arguments; `scale` goes by its name.
@@ -30,7 +32,7 @@ VISIBLE_KEY: Final = "omnicomp_visible"
 """Among a graph's `fx_kwargs`: how many of its outputs the program may see; -1 are all."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Piece:
     """One function that can be recorded, as torch's trees describe it."""
 

@@ -5,7 +5,6 @@ Here the operator has a lowering that makes of it what torch makes of a kernel t
 one node up to there, so that the graph can be kept as text, run in eager and be compared.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -19,6 +18,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils._triton import has_triton
 
+from omnicomp import records
 from omnicomp._torch.autograd.overrides import put_fake
 
 REFERENCES: Final[dict[Any, Callable[..., Any]]] = {}
@@ -27,7 +27,7 @@ REFERENCES: Final[dict[Any, Callable[..., Any]]] = {}
 _library: Final = Library("omnicomp", "FRAGMENT")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@records.dataclass(frozen=True, eq=False)
 class Buffer:
     """Memory that kernels write to, and which is contiguous."""
 
@@ -35,7 +35,7 @@ class Buffer:
     dtype: torch.dtype
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Launch:
     """One launch of a kernel."""
 
@@ -46,7 +46,7 @@ class Launch:
     arguments: Mapping[str, Any]  # by name: tensors of the operator, buffers, numbers and constants
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What an operator does for tensors of these shapes and strides: launches in their order, and what they leave."""
 

@@ -1,6 +1,5 @@
 """How torch is repaired: by whom a fault is discussed, which releases have it, and functions replaced for a while."""
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 
+from omnicomp import records
 from omnicomp.safety.forks import new_lock
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Needed:
     """The releases of torch that have a fault."""
 

@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from omnicomp import records
+
 FINITE_INPUTS: Final = "finite_inputs"
 NO_OVERFLOW: Final = "no_overflow"
 FINITE_RESULTS: Final = "finite_results"
@@ -57,7 +59,7 @@ VERDICTS: Final = (PROVED, PROVED_FOR_SIZES, TESTED, ASSUMED, REFUTED)
 """What may be known of a rewrite, from the most to the least."""
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Assumption:
     """What a claim rests on.
 
@@ -78,7 +80,7 @@ class Assumption:
             raise ValueError(f"no class of masks is named {self.detail!r}; there are {', '.join(MASK_CLASSES)}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Method:
     """One way in which the graphs were compared.
 
@@ -93,7 +95,7 @@ class Method:
     detail: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Difference:
     """Where reals agree and the programs do not.
 
@@ -108,7 +110,7 @@ class Difference:
     covered: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Witness:
     """Inputs for which the graphs differ.
 
@@ -133,7 +135,7 @@ class Witness:
     after: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Certificate:
     """The result of a check.
 

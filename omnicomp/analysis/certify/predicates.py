@@ -10,7 +10,6 @@ ends in a false one has no solution, whatever the sizes are. A case that does no
 A floor division q = x // n is the one whole number with n * q <= x < n * q + n.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.fx import fake_value
 from omnicomp.analysis.certify import sizes, structure
 from omnicomp.analysis.certify.certificate import ONES
@@ -68,7 +68,7 @@ def compared(
     return True, f"{max(map(len, sides))} predicates and index maps are equal for all sizes"
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Tensor:
     """A formula for the elements of a tensor, or the numbers that are in it."""
 

@@ -5,7 +5,6 @@ once or many times, called in a body of `invoke_subgraph` or written out. What w
 has to come in the same order, and nothing that is computed behind it is taken for what was computed before.
 """
 
-import dataclasses
 import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import op_name
 from omnicomp.analysis.random_state import draws_at_random
 
@@ -43,7 +43,7 @@ def same(before: GraphModule, after: GraphModule) -> bool:
     return sides[0].of(before) == sides[1].of(after)
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class _Value:
     """What a node computes: equal ones have equal numbers."""
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.backend.capture import CapturedGraph, graph_digest
 from omnicomp.errors import EngineError
@@ -24,7 +25,7 @@ _NO_RIVALS: Final = ("toy", "frozen", "tvm")
 _BUILDS: Final = 6
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Option:
     """One way of compiling a graph."""
 

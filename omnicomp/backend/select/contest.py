@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.autograd.run_in_precision import InPrecision, on_real_tensors
 from omnicomp._torch.dynamo import control_flow, late_compile
 from omnicomp._torch.fx import copy_module
@@ -44,7 +45,7 @@ _BURST: Final = 0.02  # seconds that one turn takes, about; a call that takes lo
 _SIGMA: Final = 1.4826 * 1.2533
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Duel:
     """What was measured.
 

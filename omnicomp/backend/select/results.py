@@ -1,6 +1,5 @@
 """Stored results of measuring, so that later processes build the winner without measuring again."""
 
-import dataclasses
 import platform
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.inductor.frozen import inductor_settings
 from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.analysis.hashes import exact_hash
@@ -19,7 +19,7 @@ from omnicomp.timeline import Candidate
 from omnicomp.timeline.files import event_from_dict
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Kept:
     """The result of measuring one graph."""
 

@@ -1,6 +1,5 @@
 """What Inductor needs of a device: what of a declaration is missing or wrong, and which pieces are registered."""
 
-import dataclasses
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.devices import interface as device_interface
 from omnicomp._torch.devices import privateuse, registry
 from omnicomp.devices.inductor.spec import DeviceSpec
@@ -202,7 +202,7 @@ def _setting_problems(spec: DeviceSpec) -> list[str]:
     return [f"config: Inductor has no setting {key!r}{nearest(key, known)}" for key in spec.config if key not in known]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Piece:
     """One thing that Inductor needs of a device."""
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import omnicomp
+from omnicomp import records
 from omnicomp._torch.inductor.versions import describe
 from omnicomp.errors import DeviceError
 
@@ -28,7 +29,7 @@ class RegistrationError(DeviceError):
         super().__init__(f"the device {name!r} can't be registered with Inductor:{listed}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class LaunchLimits:
     """How a device launches Triton's kernels.
 
@@ -59,7 +60,7 @@ class LaunchLimits:
         return tuple(found)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """A device as Inductor has to know it.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from omnicomp import records
 from omnicomp.devices.sim.driver import DRIVER, device_index
 from omnicomp.devices.sim.memory import (
     clear_faults,
@@ -126,7 +127,7 @@ class device_of(device):
         super().__init__(tensor.get_device() if tensor.device.type == "sim" else -1)
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class DeviceProperties:
     """What there is to know of a device."""
 

@@ -1,6 +1,5 @@
 """The registry of an engine's operators: a decorator fills it, and its entries decide what is supported."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -10,8 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
+from omnicomp import records
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@records.dataclass(frozen=True, kw_only=True)
 class Operator:
     """One ATen operator that an engine takes.
 

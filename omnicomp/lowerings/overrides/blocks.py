@@ -4,7 +4,6 @@ Dynamo notes on every node the modules that were being called (`nn_module_stack`
 the class of the module). A block is the nodes that share a key.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_partition
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.autograd.dispatch_trace import listening, storage_key
 from omnicomp._torch.autograd.overrides import HigherOrderOperator, mutated_arguments, source_name
 from omnicomp._torch.symbols import expression
@@ -27,7 +27,7 @@ _MODES: Final = ("autocast", "grad_enabled", "inference_mode", "_functorch", "vm
 _STATE: Final = re.compile(r"(?:_parameters|_buffers)\['[^']+'\]$")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
     """The nodes of one call of a module, in a Dynamo graph."""
 
@@ -162,7 +162,7 @@ def _follows(value: Any, symbols: set[Any]) -> bool:
     return isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, str))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Effects:
     """Effects of nodes besides computing values."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.autograd import overrides as torch_overrides
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.timeline import Reason
@@ -21,7 +22,7 @@ Function = Callable[..., Any]
 FORWARD_ONLY: Final = "forward only"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Override:
     """A registered override.
 
@@ -229,3 +230,11 @@ def _value(value: Any) -> Any:
         return tuple(map(_value, value))  # pyright: ignore[reportUnknownArgumentType]
     plain = isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)))
     return repr(value) if plain else type(value).__qualname__
+
+
+class Refused(Exception):
+    """What an override matched is left as it is."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.sentence)
+        self.reason = reason

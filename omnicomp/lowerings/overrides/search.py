@@ -5,7 +5,6 @@ override with a backward of its own comes too late there. A search names the pla
 call is written; whether it may be is asked here, in the same way for every search.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -14,13 +13,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, storage_key
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
-from omnicomp.lowerings.overrides.admission import Refused
-from omnicomp.lowerings.overrides.declaration import Override, raised, refused
+from omnicomp.lowerings.overrides.declaration import Override, Refused, raised, refused
 from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering, excluded, found_wrong
 from omnicomp.timeline import NodePlacement, Reason, Rewrite
@@ -30,7 +29,7 @@ _SHAPE_ATTRIBUTES: Final = ("shape", "ndim", "dtype", "device")
 _MODES: Final = ("grad_enabled", "inference_mode", "_functorch", "vmap_", "_nesting")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
     """A computation that an override may take."""
 
@@ -41,7 +40,7 @@ class Found:
     write: Callable[[], Node]  # inserts the call before `output` and returns the node that has its value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False)
 class Ended:
     """A candidate that the search did not understand to its end."""
 

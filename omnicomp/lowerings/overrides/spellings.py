@@ -1,6 +1,5 @@
 """Reading a Dynamo graph backwards: linear layers, casts and views in the spellings that programs use."""
 
-import dataclasses
 import operator
 from typing import Any, Final
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp._torch.autograd.overrides import OpOverload
 from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 
@@ -35,7 +35,7 @@ def argument(node: Node, name: str, position: int, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@records.dataclass(frozen=True, kw_only=True, eq=False)
 class Linear:
     """`x @ weight.T + bias`, in any spelling."""
 

@@ -1,19 +1,19 @@
 """Overrides of whole blocks: before autograd, one call takes the place of everything that a module computes."""
 
-import dataclasses
 from operator import getitem
 from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.symbols import expression
 from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
-from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments
+from omnicomp.lowerings.overrides.admission import admit, call_arguments
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
-from omnicomp.lowerings.overrides.declaration import Function, Override, raised, refused
+from omnicomp.lowerings.overrides.declaration import Function, Override, Refused, raised, refused
 from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering
 from omnicomp.safety.forks import new_lock
@@ -27,7 +27,7 @@ _matched: Final[dict[tuple[str, str], "Matched"]] = {}
 _lock: Final = new_lock()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Matched:
     """A block that an override took the place of."""
 

@@ -5,7 +5,6 @@ queries, keys and values behind copies and repeated heads. Its meaning is that o
 which `-inf` hides every key is zero.
 """
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import known_equal
 from omnicomp.passes.attention.operands import peel
 from omnicomp.passes.attention.reader import At, Reader, axes_of
@@ -87,7 +87,7 @@ def read_call(op: Op, trace: Trace, reader: Reader) -> Site:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Operands:
     """Queries, keys and values of a call, and the axes that address them."""
 

@@ -1,6 +1,5 @@
 """Candidates for an attention: normalizations over keys, in any spelling, between two products."""
 
-import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -8,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, GraphModule
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.passes.attention.nodes import is_normalizing
 from omnicomp.passes.attention.reader import Reader, axes_of
@@ -112,7 +112,7 @@ def unread(trace: Trace, graph: Graph) -> Iterator[tuple[Op, MatchEnded]]:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Late:
     """A softmax whose sum divides the product with the values, `(e @ v) / e.sum(-1, keepdim=True)`."""
 

@@ -4,7 +4,6 @@
 before the graph is traced, and as it was again if neither became one.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.nodes import is_shape_only, kind, mutates
@@ -24,7 +24,7 @@ _VIEWS: Final = ("view", "reshape", "unflatten", "getitem", "select", "unbind")
 _FARTHEST: Final = 24
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class _Term:
     """One of the weights that are combined: where they come from, and what they are multiplied by."""
 

@@ -5,13 +5,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from omnicomp import records
 from omnicomp.passes.attention.linear import Linear, Quotient, Size, Variable, to_sympy
 from omnicomp.passes.attention.predicates import Clause, Literal
 from omnicomp.passes.attention.structure import Structure
 from omnicomp.passes.attention.terms import Apply, Read, Term, leaves
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Conjunct:
     """One condition for a key to be attended.
 

@@ -12,7 +12,6 @@ The scores stay in float32 from the product to the softmax: a cast of them to ha
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from omnicomp import records
 from omnicomp._torch.autograd import flex
 from omnicomp._torch.autograd.attention import without_guards
 from omnicomp.analysis.nodes import evaluate, fake_value, insert_call
@@ -49,7 +49,7 @@ _MOST_ELEMENTS: Final = 1 << 31
 _AT_ONCE: Final = 1 << 24
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class FlexSpec:
     """An attention as FlexAttention takes it."""
 

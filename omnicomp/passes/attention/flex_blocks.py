@@ -10,12 +10,12 @@ left out only if no pair of it can be kept, and called full only if every pair m
 right wherever it is coarser than the exact one.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.autograd.flex import BLOCK_SIZE
 from omnicomp.passes.attention.flex_values import Indices, Values
 from omnicomp.passes.attention.terms import Apply, Read, Term, leaves
@@ -183,7 +183,7 @@ class Unbounded(Exception):
     """Part of the predicate mixes queries and keys in a way that has no bounds here."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Bounds of terms over the blocks of an attention, each a tensor that broadcasts to [B, H, rows, columns]."""
 

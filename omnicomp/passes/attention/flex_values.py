@@ -1,6 +1,5 @@
 """Values of terms: what a term becomes in a graph that FlexAttention calls, in the graph of a site, or as a tensor."""
 
-import dataclasses
 import functools
 import math
 import operator
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp._torch.autograd.flex import on_real_tensors
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Scores, Term, leaves
 
@@ -95,7 +95,7 @@ class Indices:
         return names.setdefault((type(term), term.dtype, own), len(names))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Backend:
     """What makes values: the nodes of a graph, or tensors."""
 

@@ -7,13 +7,13 @@ nothing better is found. What is not understood, or would not be faster, is left
 which reading ended.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Final
 
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.passes.attention.calls import calls, read_call
@@ -46,7 +46,7 @@ _DERIVATIVES: Final = frozenset(("_grad_increment_nesting", "_jvp_increment_nest
 _BATCHED: Final = frozenset(("_vmap_increment_nesting",))
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Fusion:
     """Fuses the attention of a graph."""
 

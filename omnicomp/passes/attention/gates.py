@@ -1,8 +1,8 @@
 """A sink that is written as a gate on the output, `(weights @ v) * sigmoid(logsumexp(scores) - sink)`."""
 
-import dataclasses
 from typing import Final
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import known_shape
 from omnicomp.passes.attention.candidates import behind_views, exponential, reached
 from omnicomp.passes.attention.reader import At, Reader, axes_of
@@ -15,7 +15,7 @@ _MOVED: Final = (*VIEWS, "_to_copy", "clone")
 _ON_THE_WAY: Final = (*_MOVED, "add", "sub", "neg", "sigmoid")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Gate:
     """What scales the output of an attention by the share that its keys have of all weight, the sink's included.
 

@@ -6,7 +6,6 @@ coefficients are numbers or polynomials of symbolic sizes. A proof is a bound: e
 a program as a form, only where its dtype provably holds every value.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
@@ -14,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import sympy
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import expression, known_range
 from omnicomp.passes.attention.structure import IndexSpace, Structure
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Term
@@ -158,14 +158,14 @@ def _ordered(powers: dict[Any, int]) -> _Monomial:
     return tuple(sorted(((g, p) for g, p in powers.items() if p), key=lambda pair: str(pair[0])))
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Variable:
     """An index: `b`, `h`, `q` or `k`."""
 
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Quotient:
     """`numerator / divisor`, rounded towards minus infinity."""
 
@@ -173,7 +173,7 @@ class Quotient:
     divisor: Size
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Remainder:
     """What the rounded quotient leaves: from 0 to `divisor` - 1."""
 
@@ -184,7 +184,7 @@ class Remainder:
 Atom: TypeAlias = Variable | Quotient | Remainder
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Linear:
     """The sum of `coefficient * atom` over `terms`, plus `constant`; two equal forms are equal as objects."""
 

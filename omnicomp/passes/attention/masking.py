@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from omnicomp import records
 from omnicomp.passes.attention.form import SWALLOWS, Form, number
 from omnicomp.passes.attention.masks import Mask, read_mask, under
 from omnicomp.passes.attention.piecewise import additive
@@ -18,7 +19,7 @@ from omnicomp.passes.mask_classes import STILL_SEEN, MaskClass
 _ROLES: Final = ("batch", "heads", "query", "key")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Masking:
     """What the steps of a mask do."""
 

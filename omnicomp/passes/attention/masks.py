@@ -5,13 +5,13 @@ and of atoms that depend on data. What is said of a mask holds for every value o
 guards admit, and of the data. What cannot be proved is not said: such a mask is `unknown`, and stays what it is.
 """
 
-import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from omnicomp import records
 from omnicomp.passes.attention.conjuncts import Conjunct, classify
 from omnicomp.passes.attention.linear import IndexReader, Linear, Size, Variable, polynomial, prover_of, to_sympy
 from omnicomp.passes.attention.predicates import Clause, Clauses, Literal, NormalForm, TooComplex, conjunction
@@ -28,7 +28,7 @@ _MOST_IF_NAMED = 2**18
 _NAMED = {"index": "index predicate", "data": "unknown"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Mask:
     """What is known of a mask."""
 

@@ -1,12 +1,12 @@
 """Terms that take few values: a mask that is added to scores, read as conditions and the values that they choose."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import expression
 from omnicomp.passes.attention.structure import IndexSpace, Structure, boolean, build, substitute
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Term
@@ -21,7 +21,7 @@ _TRUE: Final[_Condition] = frozenset([frozenset()])
 _Pieces: TypeAlias = list[tuple[_Condition, Any]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Piecewise:
     """A term that takes finitely many known values."""
 

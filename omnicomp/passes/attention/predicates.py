@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import expression
 from omnicomp.passes.attention.linear import EXACT_INTEGERS, IndexReader, Linear, Prover, Quotient
 from omnicomp.passes.attention.structure import Structure, boolean, build, substitute
@@ -25,7 +26,7 @@ class TooComplex(Exception):
     """The normal form would be too large to be of use."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Literal:
     """One comparison."""
 
@@ -39,7 +40,7 @@ class Literal:
     data: bool = False  # whether it depends on data
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@records.dataclass(frozen=True, eq=False)
 class Clause:
     """True where at least one of its literals is; without literals, nowhere."""
 

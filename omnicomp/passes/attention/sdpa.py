@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import hint_of, known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.candidates import is_shifted, normalized_later, written_out
@@ -34,7 +35,7 @@ _SWALLOWS_COUNT: Final = -(2.0**29)
 _SWALLOWS_ALL: Final = -1e30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Variant:
     """One way to call the fused attention.
 
@@ -57,7 +58,7 @@ class Variant:
     filled: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class GuardedMask:
     """A mask, and the rows whose queries must be replaced.
 
@@ -80,7 +81,7 @@ class GuardedMask:
 Shared = dict[Any, GuardedMask]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Parts:
     """Queries, keys, values (4-D) and the mask, ready for a fused kernel."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.autograd.attention import known_equal, without_guards
 from omnicomp.analysis.nodes import all_nodes, fake_value, insert_call, op_name
 from omnicomp.devices import Device
@@ -28,7 +29,7 @@ from omnicomp.passes.dtypes.resolve import resolve
 from omnicomp.passes.dtypes.rules import decide
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Chosen:
     """The fused attention that was inserted for a site."""
 

@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp.analysis.nodes import op_name
 from omnicomp.passes.attention.reader import At
 from omnicomp.passes.attention.terms import Apply, Axis, Number, Position, Scores, Term, leaves
@@ -42,7 +43,7 @@ class MatchEnded(Exception):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Scale:
     """The scores are multiplied by `term`, which no feature, query or key changes; or divided by it."""
 
@@ -50,7 +51,7 @@ class Scale:
     divide: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Add:
     """`term` is added to the scores, or subtracted from them."""
 
@@ -58,7 +59,7 @@ class Add:
     negative: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Fill:
     """The scores are replaced by `value` where the bool `condition` holds."""
 
@@ -66,28 +67,28 @@ class Fill:
     value: Term
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Emptied:
     """The weights of a row are zero if the bool `condition` holds for all of its keys."""
 
     condition: Term
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Floor:
     """The scores are not lower than the number `value`."""
 
     value: float
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Narrow:
     """The scores are cast to a dtype of a smaller range: those below a number become -inf."""
 
     least: float
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Function:
     """A function of the scores that is none of the other steps, by its name in the terms' vocabulary."""
 
@@ -97,7 +98,7 @@ class Function:
 Step = Scale | Add | Fill | Floor | Function
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Operand:
     """Queries, keys or values: a tensor that the graph holds, and how the axes address it.
 
@@ -112,7 +113,7 @@ class Operand:
     at: At
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Visited:
     """The blocks of keys that a call of FlexAttention is told to visit, where they are not proved to be its mask's.
 
@@ -127,7 +128,7 @@ class Visited:
     sizes: tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Call:
     """The call of torch's own attention that a site was read from.
 

@@ -1,16 +1,16 @@
 """Equality of terms, and new terms from old: numbers for structures, constants folded, parts replaced."""
 
-import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import expression
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Term, evaluate
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class IndexSpace:
     """The axes over which the scores of one site run; each index is a mixed-radix number."""
 

@@ -1,12 +1,12 @@
 """Masks of known sizes by evaluation: every pair of a query and a key is computed, a block of queries at a time."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import expression
 from omnicomp.passes.attention.linear import Linear, Quotient, Variable
 from omnicomp.passes.attention.predicates import Clause, Literal
@@ -25,7 +25,7 @@ class MaskDisagreement(AssertionError):
     """Algebra and evaluation give two meanings to one mask: a defect of the analysis, never of the program."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Band:
     """`q - left <= k <= q + right`; None is no bound. `right` of nothing and `left` of nothing is every key."""
 
@@ -189,7 +189,7 @@ class Table:
             yield _At(batches=ranges["b"].numel(), heads=ranges["h"].numel(), queries=some), digits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class _At:
     batches: int
     heads: int

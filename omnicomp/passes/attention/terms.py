@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.symbols import expression
 
 
@@ -40,7 +41,7 @@ class Axis:
         return f"{self.name}<{self.size}>" if not self.parts else "(" + " ".join(map(repr, self.flat())) + ")"
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Position:
     """Which element along one dimension of a tensor: `start` + the mixed-radix number of the axes."""
 
@@ -53,26 +54,26 @@ class Position:
         return tuple(leaf for axis in self.axes for leaf in axis.flat())
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Term:
     """One element of a tensor, as a function of axes."""
 
     dtype: torch.dtype  # dtype in which the program holds it
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Scores(Term):
     """The product of a query and a key: the sum over the features, before any scale."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Number(Term):
     """A number that no index changes."""
 
     value: Any  # a Python number or bool, or a symbolic number of the graph (`torch.SymInt`, `torch.SymFloat`)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Index(Term):
     """A number made from an index, as `arange` gives: `start + step * position`."""
 
@@ -81,7 +82,7 @@ class Index(Term):
     step: Any = 1  # difference of neighbours
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Read(Term):
     """One element of a tensor that the graph holds."""
 
@@ -89,7 +90,7 @@ class Read(Term):
     at: tuple[Position, ...]  # the position along each of its dimensions
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@records.dataclass(frozen=True, eq=False, kw_only=True)
 class Apply(Term):
     """A pointwise operation."""
 

@@ -1,13 +1,14 @@
 """Nodes that are written another way for the pass to read, and as they were again if nothing of it was fused."""
 
-import dataclasses
 from typing import Any
 
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from omnicomp import records
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@records.dataclass(frozen=True, kw_only=True)
 class Old:
     """How a node was made that is gone, and where it was."""
 
@@ -27,7 +28,7 @@ class Old:
         return cls(node=node, before=node.prev, meta=dict(node.meta), **fields)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Trial:
     """What was written another way."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
+from omnicomp import records
 from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp._torch.inductor.versions import keeps_caches
 from omnicomp.analysis.hashes import exact_hash
@@ -47,7 +48,7 @@ _known: Final[dict[str, "Finding"]] = {}
 _lock = new_lock()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Bound:
     """How far off the outputs of a graph may be, and how that is measured."""
 
@@ -72,7 +73,7 @@ class Bound:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Finding:
     """What a calibration found."""
 
@@ -101,7 +102,7 @@ class Finding:
 STORE: Final = JsonStore[Finding](CACHE, dataclasses.asdict, Finding.from_dict, schema=2)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@records.dataclass(frozen=True, eq=False)
 class _Kept:
     """What stays wide, by region of one graph."""
 

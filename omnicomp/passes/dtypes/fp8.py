@@ -6,17 +6,16 @@ the low-precision dtype that the policy computes in; those of a parameter leave 
 (`omnicomp.passes.dtypes.weights`), as they stay the same until it changes.
 """
 
-import dataclasses
 from typing import Any, Final
 
 import torch
 from torch.fx import Node
 
+from omnicomp import records
 from omnicomp.analysis.nodes import fake_value, insert_call
-from omnicomp.options.dtype_policy import DtypePolicy
+from omnicomp.options.dtype_policy import NAME, DtypePolicy
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.operators import kind
-from omnicomp.passes.dtypes.resolve import NAME
 from omnicomp.passes.dtypes.rewrite import Compute
 from omnicomp.timeline import Reason
 from omnicomp.weights.cast_copies import FLOAT8 as FLOAT8
@@ -73,7 +72,7 @@ def _linear(anchor: Node, x: Node, weight: Node, bias: Node | None, dtype: torch
     return product if bias is None else insert(_aten.add.Tensor, product, bias)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Scaled:
     """What `omnicomp.weights.cast_copies.scaled` has put into a graph.
 

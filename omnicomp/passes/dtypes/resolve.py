@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import torch
 
+from omnicomp import records
 from omnicomp._torch.dtypes import undisturbed
 from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.devices import Device
 from omnicomp.devices.cpu import cpu_flags, instruction_set
-from omnicomp.options.dtype_policy import DtypePolicy, short
+from omnicomp.options.dtype_policy import NAME, DtypePolicy, short
 from omnicomp.safety.forks import new_lock
 from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason
@@ -28,7 +29,7 @@ _lock = new_lock()
 _known: Final[dict[str, "Speed"]] = {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Speed:
     """The time of one product of two square matrices on the CPU."""
 
@@ -104,7 +105,6 @@ STORE: Final = JsonStore[Speed]("speeds", dataclasses.asdict, _load)
 
 log = logger("omnicomp")
 
-NAME: Final = "dtype_policy"
 # Below this, what casts cost is not earned back.
 _WORTH: Final = 1.1
 _warned: Final[set[torch.dtype]] = set()

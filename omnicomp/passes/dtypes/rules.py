@@ -1,6 +1,5 @@
 """Which dtype the policy gives an operator, and by which rule: a node's own, then keep, ops, modules, and compute."""
 
-import dataclasses
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -8,13 +7,14 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp.analysis.nodes import fake_value, module_path, op_name
 from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.options.placement_rules import is_within
 from omnicomp.passes.dtypes.operators import is_optimizer, kind, operator_class, tensors
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Decision:
     """The dtype that an operator is to compute in."""
 

@@ -4,7 +4,6 @@ Inductor computes convolutions in that layout and converts their weights in each
 them. A copy that is cast already, but laid out as the parameter is, would leave a kernel for the layout alone.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from omnicomp import records
 from omnicomp._torch.dtypes import storage_key
 from omnicomp._torch.parameters import describes_parameter, make_static, static_dynamo_input
 from omnicomp.analysis.nodes import evaluate, fake_value, op_name
@@ -60,7 +60,7 @@ def read_channels_last(cast: Node, copy: Node) -> None:
 _LOW: Final = (torch.bfloat16, torch.float16)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Lifted:
     """A graph that gets copies of parameters as inputs."""
 
@@ -71,7 +71,7 @@ class Lifted:
     order: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class _Cast:
     """A cast of a placeholder, and the views between the two, from the placeholder on."""
 

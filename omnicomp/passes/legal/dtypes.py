@@ -1,10 +1,10 @@
 """Which dtype takes the place of one that a device lacks."""
 
-import dataclasses
 from typing import Final
 
 import torch
 
+from omnicomp import records
 from omnicomp.devices import Capabilities
 
 _FLOATS: Final = (
@@ -32,7 +32,7 @@ _UNSIGNED: Final = frozenset((torch.uint16, torch.uint32, torch.uint64))  # torc
 _KINDS: Final = (_FLOATS, tuple(_COMPLEX), INTEGERS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@records.dataclass(frozen=True, kw_only=True)
 class Legal:
     """The dtypes of a device whose declaration is complete.
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule
 
+from omnicomp import records
 from omnicomp._torch.fx import copy_module
 from omnicomp._torch.onnx import translated
 from omnicomp.lowerings.engines.canonical import canonical
@@ -161,7 +162,7 @@ _LARGE: Final = 1024
 _NOWHERE: Final = "weights of the program"
 
 
-@dataclasses.dataclass(frozen=True)
+@records.dataclass(frozen=True)
 class Model:
     """An ONNX model."""
 
