@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
@@ -31,15 +31,16 @@ from omnicomp.builder.record import replay
 from omnicomp.builder.regions import left_whole
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.errors import OmnicompError, first_line, harmless
-from omnicomp.lowerings.engines.subgraph import Weights, engines_of, informed, weights_of
-from omnicomp.options.policy import VERIFYING
-from omnicomp.runtime.eager_gradients import LEVER, EagerGradients
+from omnicomp.options.policy import VERIFYING, engines_of
 from omnicomp.runtime.fallback_limit import judge_graph, notify
 from omnicomp.runtime.tf32 import compiling
 from omnicomp.timeline import Reason, Stage, current
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
 from omnicomp.timeline.recorder import Where, record_step_down
+
+if TYPE_CHECKING:
+    from omnicomp.lowerings.engines.subgraph import Weights
 
 Compile = Callable[..., Any]
 """Takes a graph, its inputs, its record, and more."""
@@ -79,7 +80,9 @@ def autograd_stage(compile_parts: Compile) -> Compile:
 
 
 @autograd_stage
-def compile_parts(gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, weights: Weights | None = None) -> Any:
+def compile_parts(
+    gm: GraphModule, inputs: Sequence[Any], graph: CapturedGraph, weights: "Weights | None" = None
+) -> Any:
     """Run AOTAutograd and build every part; the records of parts that a cache restores are replayed.
 
     A graph for inference stays as it is; one in training is consumed.
@@ -114,7 +117,7 @@ def _compile(
     gm: GraphModule,
     inputs: Sequence[Any],
     graph: CapturedGraph,
-    weights: Weights | None,
+    weights: "Weights | None",
     regions: EarlyRegions | Reason | None,
 ) -> Any:
     # A verdict on generated code must not be passed by in a cache that holds that code.
@@ -124,14 +127,18 @@ def _compile(
     tag = f"{tag}-passes" if graph.policy.verify == "inductor" else tag
     tag += marked_inputs(gm) if graph.device.type == "cuda" else ""
     engines, exact, count = bool(engines_of(graph.policy)), graph.policy.numerics != "inductor", len(inputs)
-    known = (weights_of(gm, inputs) if weights is None else weights) if engines else {}
+    if engines:
+        from omnicomp.lowerings.engines.subgraph import informed, weights_of
+
+        known = weights_of(gm, inputs) if weights is None else weights
     own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm
     gm = own or gm
 
     def inner_compile(part: GraphModule, part_inputs: Sequence[Any], **kwargs: Any) -> Any:
         name = compile_fx.part_name(kwargs)
         context = graph.context(name, kwargs)
-        context = informed(context, part, known, count) if engines else context
+        if engines:
+            context = informed(context, part, known, count)  # pyright: ignore[reportPossiblyUnboundVariable]
         context = dataclasses.replace(context, undecomposed=True) if exact else context
         doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
         dump(graph.id, "autograd", part, name)
@@ -205,6 +212,7 @@ def _passes_seen(graph: CapturedGraph) -> contextlib.AbstractContextManager[None
 
 def eager_gradients(graph: CapturedGraph) -> Callable[[Any, Results], None]:
     """Puts eager's autograd beside the backward of a graph in training, for what a compiled one can't give."""
+    from omnicomp.runtime.eager_gradients import LEVER, EagerGradients
 
     def record(why: str) -> None:
         reason = Reason(

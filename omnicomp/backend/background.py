@@ -39,9 +39,8 @@ from omnicomp.backend.variants import MOST_VARIANTS, Case, SavedVariants, Varian
 from omnicomp.backend.worker_pool import forking, improving, pool
 from omnicomp.errors import first_line
 from omnicomp.lowerings import GraphRecord
-from omnicomp.lowerings.engines.subgraph import engines_of
 from omnicomp.lowerings.overrides import registry as overrides
-from omnicomp.options.policy import LOWERINGS, Policy
+from omnicomp.options.policy import LOWERINGS, Policy, engines_of
 from omnicomp.runtime.fallback_limit import notify
 from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Background, Candidate, Event, Option, Ran, Reason, Retreat, Timeline, current

@@ -25,8 +25,6 @@ from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.retreat import graph_compiler, record_eager
 from omnicomp.backend.saved import carried
 from omnicomp.errors import LoweringError, first_line
-from omnicomp.runtime.eager_gradients import effects_of
-from omnicomp.runtime.override_check import devices_of
 from omnicomp.timeline import Option, Reason, current
 
 _CALLS: Final = 2
@@ -77,6 +75,8 @@ class _Comparison:
     """Compares a compiled graph with the captured one."""
 
     def __init__(self, plain: GraphModule, graph: CapturedGraph) -> None:
+        from omnicomp.runtime.eager_gradients import effects_of
+
         self._plain, self._graph = eager_calls(plain), graph
         nodes = plain.graph.find_nodes(op="placeholder")
         fakes = [fake_value(node) for node in nodes]
@@ -102,6 +102,8 @@ class _Comparison:
         if self._refusal:
             self._left_out(self._refusal)
             return None
+        from omnicomp.runtime.override_check import devices_of
+
         states, different = generator_states(devices_of(arguments)), ""
         unsteady: dict[str, None] = {}
         try:
@@ -129,6 +131,8 @@ class _Comparison:
         self, function: Callable[..., Any], arguments: Sequence[Any], states: GeneratorStates, *, spread: bool
     ) -> _Trial:
         """Run forward and backward; `spread`: on gradients that share one number, as of a sum."""
+        from omnicomp.runtime.override_check import devices_of
+
         states.restore()
         own = [_copy(value) if index in self._written else _own(value) for index, value in enumerate(arguments)]
         results = function(*own)

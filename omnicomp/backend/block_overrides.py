@@ -8,8 +8,8 @@ from omnicomp._torch.fx import copy_module
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.lowerings.overrides import registry as overrides
 from omnicomp.lowerings.overrides.late import Choice, LateOverrides
+from omnicomp.lowerings.overrides.rewrite import entering
 from omnicomp.lowerings.overrides.search import apply_searches
-from omnicomp.lowerings.overrides.tag import apply_blocks
 from omnicomp.timeline import NodePlacement, Option, Reason, Timeline, current
 
 
@@ -45,7 +45,11 @@ def _apply(gm: GraphModule, graph: CapturedGraph, choice: Choice, timeline: Time
     before = copy_module(gm, lazy=True) if graph.policy.certifies else None
     own = timeline if before is None else Timeline()
     context = dataclasses.replace(graph.context("", {}), timeline=own)
-    declined = apply_blocks(gm, context, choice, training=graph.training)
+    declined: tuple[NodePlacement, ...] = ()
+    if entering(context, "tag"):
+        from omnicomp.lowerings.overrides.tag import apply_blocks
+
+        declined = apply_blocks(gm, context, choice, training=graph.training)
     declined += apply_searches(gm, context, choice, training=graph.training)
     if before is not None:
         from omnicomp.builder.certificates import certify_overrides

@@ -41,11 +41,10 @@ from omnicomp.builder.placement import place
 from omnicomp.builder.record import PartRecord
 from omnicomp.errors import LoweringError, OmnicompError, SaveError, first_line
 from omnicomp.lowerings import MAIN
-from omnicomp.lowerings.engines.subgraph import engines_of
 from omnicomp.lowerings.override import PlannedCall, planned_call
 from omnicomp.lowerings.overrides.registry import Override
 from omnicomp.lowerings.overrides.rewrite import apply_overrides
-from omnicomp.options.policy import VERIFYING, Policy
+from omnicomp.options.policy import VERIFYING, Policy, engines_of
 from omnicomp.runtime.override_check import try_forward
 from omnicomp.runtime.tf32 import uses_tf32
 from omnicomp.safety.privacy import logger

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from omnicomp import weights
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors, read_attributes
 from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
@@ -41,16 +40,13 @@ from omnicomp.backend.retreat import (
 from omnicomp.backend.run_passes import Passed, run_passes
 from omnicomp.backend.saved import Compiled, carried, hand_over, put_state
 from omnicomp.backend.shared_memory import checked, refused
-from omnicomp.backend.variants import GENERAL, Case, Checks, Variant, Variants, variant_name, within_sizes
 from omnicomp.errors import OmnicompError, first_line
 from omnicomp.lowerings.override import has_own_gradients, put_references
 from omnicomp.lowerings.overrides.late import LateOverrides, raise_late, restartable
 from omnicomp.options.policy import Policy
-from omnicomp.passes import verdicts
 from omnicomp.passes.assumptions import keeps_inputs
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.runtime import ranks
-from omnicomp.runtime.eager_gradients import effects_of
 from omnicomp.runtime.fallback_limit import enforce, notify
 from omnicomp.timeline import Reason, Speculation, current
 from omnicomp.timeline.activity import activity
@@ -260,6 +256,9 @@ def _with_variants(
     passed: Passed, original: GraphModule, inputs: Sequence[Any], graph: CapturedGraph
 ) -> Callable[..., Any]:
     """Variants that are right where assumptions hold, and a general one; each compiled when a call needs it."""
+    from omnicomp.backend.variants import GENERAL, Case, Checks, Variant, Variants, variant_name, within_sizes
+    from omnicomp.runtime.eager_gradients import effects_of
+
     reason, scene = _order_of_collectives(original, inputs, graph.policy), None
     try:
         scene = late_compile.keep_scene(inputs)
@@ -350,7 +349,9 @@ def reset() -> None:
 
     `torch.compiler.reset()` calls it.
     """
+    from omnicomp import weights
     from omnicomp.backend import earlier
+    from omnicomp.passes import verdicts
 
     current().mark_reset()
     earlier.forget()

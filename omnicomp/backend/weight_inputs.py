@@ -2,22 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
-from omnicomp import weights
-from omnicomp._torch import parameters
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor import compile_fx
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.backend.saved import State, state_of
 from omnicomp.errors import Once
 from omnicomp.options.dtype_policy import parse_dtype_policy
-from omnicomp.passes.dtypes.weights import Lifted, lift_casts
 from omnicomp.timeline import Weights, current
-from omnicomp.weights.cast_copies import Copies, Form
+
+if TYPE_CHECKING:
+    from omnicomp.passes.dtypes.weights import Lifted
+    from omnicomp.weights.cast_copies import Form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class WeightInputs:
 
     module: GraphModule
     inputs: Sequence[Any]
-    lifted: Lifted | None
+    lifted: "Lifted | None"
     graph: str
 
     def followed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +41,8 @@ def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGrap
     once = policy.changes and policy.weights == "once"
     if graph.training or not once or compile_fx.freezing(graph.policy.inductor):
         return unchanged
+    from omnicomp.passes.dtypes.weights import lift_casts
+
     # Dynamo reads the inputs of its graph again after the backend.
     narrow = copy_module(module)
     lifted = lift_casts(narrow, inputs, layouts="inductor" in graph.policy.lowerings)
@@ -52,7 +54,7 @@ def lift_weights(module: GraphModule, inputs: Sequence[Any], graph: CapturedGrap
     return WeightInputs(module=narrow, inputs=lifted.inputs, lifted=lifted, graph=graph.id)
 
 
-def _certified(module: GraphModule, narrow: GraphModule, lifted: Lifted, graph: CapturedGraph) -> bool:
+def _certified(module: GraphModule, narrow: GraphModule, lifted: "Lifted", graph: CapturedGraph) -> bool:
     """Whether a graph that takes copies computes what it did with the casts."""
     from omnicomp.builder.certificates import certify_weights, refuted
 
@@ -73,12 +75,12 @@ class _Copied:
     """Which copies a graph is called with; see `Lifted`."""
 
     sources: tuple[int, ...]
-    forms: tuple[Form, ...]
+    forms: "tuple[Form, ...]"
     devices: tuple[torch.device, ...]
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, lifted: Lifted) -> "_Copied":
+    def of(cls, lifted: "Lifted") -> "_Copied":
         return cls(**{field.name: getattr(lifted, field.name) for field in dataclasses.fields(cls)})
 
 
@@ -95,6 +97,9 @@ class _Following:
     """Calls a compiled graph with the copies as additional inputs."""
 
     def __init__(self, target: Callable[..., Any], copied: _Copied, graph: str) -> None:
+        from omnicomp._torch import parameters
+        from omnicomp.weights.cast_copies import Copies
+
         self._target, self._copied, self._graph = target, copied, graph
         self._wanted, self._order = parameters.picker(copied.sources), parameters.picker(copied.order)
         self._copies = Copies(copied.forms, copied.devices)
@@ -110,6 +115,8 @@ class _Following:
         return result
 
     def _record(self) -> None:
+        from omnicomp import weights
+
         made, shared = self._copies.bytes()
         current().append(
             Weights(graph=self._graph, copies=self._copies.count(), bytes=made, shared=shared, total=weights.bytes())

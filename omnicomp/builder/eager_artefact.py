@@ -8,7 +8,7 @@ warm start reads one short line of it; the rest is read only when a call has rai
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
@@ -23,8 +23,10 @@ from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.eager import eager_executable, prepare
 from omnicomp.runtime.announced_inputs import announce
 from omnicomp.runtime.guard import Boxed, Guard, obstacle, recorded_as_cudagraph
-from omnicomp.runtime.verify import Verifier
 from omnicomp.timeline import Reason
+
+if TYPE_CHECKING:
+    from omnicomp.runtime.verify import Verifier
 
 # Values saved for a backward are held until its call has returned, up to this size, so that it can be repeated.
 HELD_BYTES = 64 * 2**20
@@ -158,7 +160,7 @@ def verifier(
     piece: int = 0,
     lowering: str = MAIN.name,
     around: Callable[[Boxed], Boxed] = lambda call: call,
-) -> Verifier | None:
+) -> "Verifier | None":
     """The verifier of a restored artefact; None if it is not to be verified."""
     text = json.loads(kept.partition(b"\n")[0] or b"{}").get("verified")
     if text is None:
@@ -168,6 +170,8 @@ def verifier(
     def build() -> Executable:
         result = load_graph(eager)
         return dataclasses.replace(result, call=around(result.call))
+
+    from omnicomp.runtime.verify import Verifier
 
     return Verifier(
         module=load_constant({"graph": source}),

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
@@ -43,12 +43,14 @@ from omnicomp.options.policy import VERIFYING
 from omnicomp.runtime.announced_inputs import announce
 from omnicomp.runtime.guard import Guard, beside_collectives, drawing_devices, obstacle, recorded_as_cudagraph
 from omnicomp.runtime.recording import record_calls
-from omnicomp.runtime.verify import Verifier
 from omnicomp.runtime.wrappers import Wrapped, wrap
 from omnicomp.timeline import Certified, NodePlacement, Reason
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump, dump_placement
 from omnicomp.timeline.recorder import record_step_down
+
+if TYPE_CHECKING:
+    from omnicomp.runtime.verify import Verifier
 
 
 def build_part(
@@ -276,8 +278,10 @@ class _Builder:
             result.compiled.unkept = why
         return not_kept(result.compiled) if self._failed else result.compiled
 
-    def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str) -> Verifier | None:
+    def _verifier(self, module: GraphModule, inputs: Sequence[Any], subgraph: str, name: str) -> "Verifier | None":
         """The verifier of an executable, if one is asked for; first calls on engines are always verified."""
+        from omnicomp.runtime.verify import Verifier
+
         context = self._context
         if name in engine_names() and context.policy.verify != "off":
             return Verifier(module=module, inputs=inputs, context=context, subgraph=subgraph, lowering=name)

@@ -15,10 +15,8 @@ from torch.fx import GraphModule, Node
 
 from omnicomp.analysis.nodes import module_path, op_name, source_line
 from omnicomp.errors import LoweringError
-from omnicomp.lowerings import MAIN, in_order
+from omnicomp.lowerings import LOWERINGS, MAIN, in_order
 from omnicomp.lowerings.base import Lowering, LoweringContext
-from omnicomp.lowerings.engines.program import EngineLowering
-from omnicomp.lowerings.exact import called_by_code
 from omnicomp.lowerings.override import override_of
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.lowerings.overrides.rewrite import REFUSED
@@ -97,6 +95,8 @@ def place(
         )
         counted[node] = "override" if override_of(node) is not None else placed[node]
         if context.policy.numerics == "eager" and counted[node] == MAIN.name:
+            from omnicomp.lowerings.exact import called_by_code
+
             called = called_by_code(node, MAIN.name)
             if called is not None:
                 counted[node], chain = "eager", (*chain, called)
@@ -226,6 +226,10 @@ def taken_together(
         Names of nodes in front of which the run is to be cut, as no value flows across, and the reason why the run as
         a whole is not taken; None if it is.
     """
+    if lowering.name in LOWERINGS:
+        return frozenset(), None
+    from omnicomp.lowerings.engines.program import EngineLowering
+
     if not isinstance(lowering, EngineLowering):
         return frozenset(), None
     if lowering.engine.clustering_for(context).strict:

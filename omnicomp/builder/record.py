@@ -30,7 +30,6 @@ from omnicomp.lowerings import MAIN, Executable, LoweringContext
 from omnicomp.lowerings.inductor import whole_executable
 from omnicomp.lowerings.override import PlannedCall, override_of, planned, planned_call
 from omnicomp.lowerings.overrides.registry import registered
-from omnicomp.lowerings.overrides.tag import matched_at
 from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.recording import record_calls
 from omnicomp.runtime.wrappers import wrap
@@ -452,6 +451,8 @@ def read_record(
 
 def _calls_again(event: Subgraph) -> list[PlannedCall]:
     """The calls of overrides in a row of a restored part."""
+    from omnicomp.lowerings.overrides.tag import matched_at
+
     parent, _, name = event.subgraph.rpartition("/")
     if not parent and event.lowering == "override":
         calls: list[PlannedCall] = []

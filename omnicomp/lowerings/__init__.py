@@ -21,8 +21,6 @@ from omnicomp.lowerings.base import (
 )
 from omnicomp.lowerings.device import DeviceLowering
 from omnicomp.lowerings.eager import EagerLowering
-from omnicomp.lowerings.engines import resolve_engine
-from omnicomp.lowerings.engines.program import EngineLowering
 from omnicomp.lowerings.inductor import InductorLowering
 from omnicomp.lowerings.override import OverrideLowering
 
@@ -56,7 +54,12 @@ def lowering(name: str) -> Lowering:
     Raises:
         EngineError: the engine can't be loaded.
     """
-    return LOWERINGS[name] if name in LOWERINGS else EngineLowering(resolve_engine(name))
+    if name in LOWERINGS:
+        return LOWERINGS[name]
+    from omnicomp.lowerings.engines import resolve_engine
+    from omnicomp.lowerings.engines.program import EngineLowering
+
+    return EngineLowering(resolve_engine(name))
 
 
 def in_order(names: tuple[str, ...], served: tuple[str, ...]) -> list[Lowering]:

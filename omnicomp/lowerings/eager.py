@@ -11,7 +11,6 @@ from omnicomp._torch.fx import boxed
 from omnicomp.analysis.layouts import Layout, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name, source_line
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
-from omnicomp.lowerings.batch_invariant import put_forms, refusal
 from omnicomp.timeline import Reason
 
 _SEEDED: Final = (
@@ -36,6 +35,8 @@ class EagerLowering:
         With `numerics="batch-invariant"`, not what computes other values for a row beside other rows.
         """
         if _invariant(context):
+            from omnicomp.lowerings.batch_invariant import refusal
+
             refused = refusal(node, context.device.type, self.name)
             if refused is not None:
                 return refused
@@ -54,6 +55,8 @@ class EagerLowering:
         """Generate the straight-line code, and make the outputs' strides what the neighbours were built for."""
         layouts, operators = prepare(module)
         if _invariant(context):
+            from omnicomp.lowerings.batch_invariant import put_forms
+
             put_forms(module)
         return eager_executable(boxed(module), layouts, operators)
 

@@ -4,11 +4,8 @@ What a compiler refused is cached with what was built in its place, so that anot
 """
 
 from omnicomp.devices import Device
-from omnicomp.devices.inductor.spec import code_digest, package_sources
 from omnicomp.errors import EngineError
-from omnicomp.lowerings.engines import resolve_engine
-from omnicomp.lowerings.engines.subgraph import engines_of
-from omnicomp.options.policy import Policy
+from omnicomp.options.policy import Policy, engines_of
 
 
 def compiler_identities(policy: Policy, device: Device) -> dict[str, tuple[str, str]]:
@@ -21,6 +18,8 @@ def compiler_identities(policy: Policy, device: Device) -> dict[str, tuple[str, 
 
 
 def _engine(name: str) -> tuple[str, str]:
+    from omnicomp.lowerings.engines import resolve_engine
+
     try:
         engine = resolve_engine(name)
     except EngineError as error:
@@ -31,4 +30,6 @@ def _engine(name: str) -> tuple[str, str]:
 
 
 def _digest(cls: type, *values: str) -> str:
+    from omnicomp.devices.inductor.spec import code_digest, package_sources
+
     return code_digest([cls], [*values, package_sources(cls.__module__.partition(".")[0])])

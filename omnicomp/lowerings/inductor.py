@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from omnicomp._torch.autograd.decompose import with_decompositions
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_lookups import Lookup
 from omnicomp._torch.inductor.eager_kernels import call_eager, hold
@@ -16,7 +15,6 @@ from omnicomp._torch.inductor.recordable import Recordable
 from omnicomp.analysis.layouts import depends_on_data, layout_of, restride
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
-from omnicomp.lowerings.exact import called_by_code, has_external_kernel, inexact
 from omnicomp.timeline import Reason
 
 
@@ -32,8 +30,11 @@ class InductorLowering:
         With `numerics="eager"`, what it computes as eager does in every bit, or calls as eager's kernel.
         """
         if compile_fx.has_inductor(context.device.type):
-            exact = context.policy.numerics != "eager" or has_external_kernel(node)
-            refused = None if exact else inexact(node, self.name)
+            refused = None
+            if context.policy.numerics == "eager":
+                from omnicomp.lowerings.exact import has_external_kernel, inexact
+
+                refused = None if has_external_kernel(node) else inexact(node, self.name)
             return refused or _negated(node, self.name)
         return Reason(
             code="lowering_excluded",
@@ -85,6 +86,9 @@ class InductorLowering:
 
 def _decomposed(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> GraphModule:
     """The subgraph with Inductor's decompositions; with eager's numerics, of what code is generated for."""
+    from omnicomp._torch.autograd.decompose import with_decompositions
+    from omnicomp.lowerings.exact import called_by_code
+
     if context.policy.numerics != "eager":
         return with_decompositions(module, inputs, context.part)
     call_eager(node for node in module.graph.nodes if called_by_code(node, "inductor") is not None)

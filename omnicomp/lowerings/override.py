@@ -7,7 +7,7 @@ the operator stand alone; then this lowering runs it.
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
@@ -16,8 +16,10 @@ from omnicomp._torch.fx import boxed
 from omnicomp.analysis.nodes import op_name
 from omnicomp.lowerings.base import Executable, LoweringContext, Support
 from omnicomp.lowerings.overrides.registry import Override, registered
-from omnicomp.lowerings.overrides.tag import Matched, matched_block
 from omnicomp.timeline import Reason
+
+if TYPE_CHECKING:
+    from omnicomp.lowerings.overrides.tag import Matched
 
 
 def override_of(node: Node) -> Override | None:
@@ -39,6 +41,8 @@ def reference_of(node: Node) -> Callable[..., Any] | None:
         return item.reference
     if item.form == "operator":
         return item.op
+    from omnicomp.lowerings.overrides.tag import matched_block
+
     block = matched_block(item, node)
     return block.function if block is not None else None
 
@@ -65,11 +69,15 @@ def planned_call(node: Node, subgraph: str) -> PlannedCall | None:
     item = next((i for i in registered() if target in i.operators), None) if node.op == "call_function" else None
     if item is None:
         return None
-    block = matched_block(item, node) if item.form == "tag" else None
+    block = None
+    if item.form == "tag":
+        from omnicomp.lowerings.overrides.tag import matched_block
+
+        block = matched_block(item, node)
     return planned(item, target, block, subgraph)
 
 
-def planned(item: Override, operator: Any, block: Matched | None, subgraph: str) -> PlannedCall:
+def planned(item: Override, operator: Any, block: "Matched | None", subgraph: str) -> PlannedCall:
     """A call of one of an override's operators, with the block that it replaced, if that is known."""
     truth: Callable[..., Any] | None = None
     gradients = block.differentiable if block is not None else ()

@@ -184,6 +184,7 @@ def parse_dtype_policy(value: Any) -> DtypePolicy:
 
 
 PRESET_OF: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAME: Final = "dtype_policy"
 _NAMES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _SHORT: Final = {dtype: name for name, dtype in _NAMES.items()}
 

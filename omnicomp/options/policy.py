@@ -506,3 +506,10 @@ def effective_options(policy: Policy, options: Mapping[str, Any] | None) -> tupl
         values[name] = text_of(value)
         origins[name] = "options" if name.replace("-", "_") in passed else f"mode {policy.mode}"
     return values, origins
+
+
+def engines_of(policy: Policy) -> tuple[str, ...]:
+    """Names of the engines that may get a part of a graph."""
+    asked = [*policy.lowerings, *(name for rule in policy.rules for name in rule.lowerings)]
+    known = engine_names()
+    return tuple(dict.fromkeys(name for name in asked if name in known))

@@ -33,7 +33,6 @@ from omnicomp.errors import PassError
 from omnicomp.options.policy import Policy
 from omnicomp.passes.assumptions import Assumption, caller_of
 from omnicomp.passes.mask_classes import GENERAL, MaskClass
-from omnicomp.passes.verdicts import Checker, capturing
 from omnicomp.timeline import Event, NearMiss, PassRun, Reason, Rewrite, Timeline
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
@@ -137,6 +136,8 @@ class PassContext:
         self.assumptions = [item for item in self.assumptions if item.key != question.key]
 
     def _class_of(self, question: Assumption, guess: MaskClass) -> MaskClass:
+        from omnicomp.passes.verdicts import Checker, capturing
+
         assert self.root is not None
         names = [node.name for node in self.root.graph.find_nodes(op="placeholder")]
         if len(names) != len(self.inputs):

@@ -22,19 +22,15 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from omnicomp.analysis.certify import FINITE_INPUTS, NO_OVERFLOW, ROUNDING, Assumption
 from omnicomp.analysis.nodes import op_name
-from omnicomp.options.dtype_policy import PRESETS, DtypePolicy, short
+from omnicomp.options.dtype_policy import NAME, PRESETS, DtypePolicy, short
 from omnicomp.options.policy import Policy
 from omnicomp.passes.base import Pass, PassContext
-from omnicomp.passes.dtypes.analysis import exactness, is_floating_work, is_plain_call, wide_cast
-from omnicomp.passes.dtypes.fp8 import FLOAT8, in_fp8
-from omnicomp.passes.dtypes.operators import BUNDLES, FLOAT32_AT_LEAST, is_optimizer, kind
-from omnicomp.passes.dtypes.resolve import NAME, resolve, unsupported, warn_if_slow
-from omnicomp.passes.dtypes.rewrite import Compute, Rewriting
-from omnicomp.passes.dtypes.rules import Decision, decide, floating_dtypes
 from omnicomp.timeline import Option, Reason
 
 if TYPE_CHECKING:
     from omnicomp.passes.dtypes.calibrate import Bound
+    from omnicomp.passes.dtypes.rewrite import Compute, Rewriting
+    from omnicomp.passes.dtypes.rules import Decision
 
 _TOLD: Final = "told"
 # How many roundings of the narrowest dtype a result may be off, where no bound is asked for.
@@ -51,6 +47,8 @@ class DtypePass(Pass):
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """Another rounding, which the option `dtype_error` may bound, and a smaller range in float16."""
+        from omnicomp.passes.dtypes.fp8 import FLOAT8
+
         policy = self.policy
         dtypes = [dtype for dtype in (policy.compute, *policy.ops.values(), *policy.modules.values()) if dtype]
         dtypes += [FLOAT8] if policy.fp8 else [torch.bfloat16] if policy.auto else []
@@ -77,6 +75,10 @@ class DtypePass(Pass):
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Rewrite the operators of one region."""
+        from omnicomp.passes.dtypes.fp8 import in_fp8
+        from omnicomp.passes.dtypes.resolve import resolve
+        from omnicomp.passes.dtypes.rewrite import Rewriting
+
         policy, reason = resolve(self.policy, context.device, training=context.training)
         if reason is not None:
             _tell_option(context, self.policy, "keep", reason)
@@ -126,8 +128,13 @@ class DtypePass(Pass):
         return PassResult(module, modified)
 
     def _rewrite(
-        self, node: Node, decision: Decision, rewriting: Rewriting, context: PassContext, form: Compute | None
+        self, node: Node, decision: "Decision", rewriting: "Rewriting", context: PassContext, form: "Compute | None"
     ) -> None:
+        from omnicomp.passes.dtypes.fp8 import FLOAT8
+        from omnicomp.passes.dtypes.operators import kind
+        from omnicomp.passes.dtypes.resolve import warn_if_slow
+        from omnicomp.passes.dtypes.rules import floating_dtypes
+
         before = ", ".join(sorted(short(d) for d in floating_dtypes(node) - {decision.dtype}))
         target = short(decision.dtype if form is None else FLOAT8)
         detail = f"{kind(node)} {before} -> {target}"
@@ -139,8 +146,11 @@ class DtypePass(Pass):
         rewriting.recast(node, decision.dtype, form)
 
 
-def _decided(module: GraphModule, policy: DtypePolicy, context: PassContext) -> list[tuple[Node, Decision]]:
+def _decided(module: GraphModule, policy: DtypePolicy, context: PassContext) -> "list[tuple[Node, Decision]]":
     """The operators that the policy wants in another dtype than the one they are in."""
+    from omnicomp.passes.dtypes.analysis import is_floating_work
+    from omnicomp.passes.dtypes.rules import decide, floating_dtypes
+
     found: list[tuple[Node, Decision]] = []
     for node in module.graph.nodes:
         if not is_floating_work(node, context.device.type):
@@ -165,8 +175,12 @@ def _entered(entered: Node) -> Reason:
     return _AUTOCAST if "autocast" in entered.name else _FUNCTORCH
 
 
-def _obstacle(node: Node, decision: Decision, context: PassContext) -> Reason | None:
+def _obstacle(node: Node, decision: "Decision", context: PassContext) -> Reason | None:
     """Why an operator stays as it is, though the policy wants it in another dtype."""
+    from omnicomp.passes.dtypes.analysis import exactness, is_plain_call, wide_cast
+    from omnicomp.passes.dtypes.operators import BUNDLES, FLOAT32_AT_LEAST, is_optimizer, kind
+    from omnicomp.passes.dtypes.resolve import unsupported
+
     missing = unsupported(decision.dtype, context.device)
     if missing is not None:
         return missing

@@ -33,7 +33,6 @@ from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.timings import Budget, Timed, fastest, known_or_measured
 from omnicomp.passes.base import Pass, PassContext
-from omnicomp.passes.dtypes.analysis import Scopes, changed_storages, storages
 from omnicomp.passes.kernels import measured
 
 _HALF: Final = (torch.bfloat16, torch.float16)
@@ -200,6 +199,8 @@ class FewRows(Pass):
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Replace the layers, those that share an input together."""
+        from omnicomp.passes.dtypes.analysis import Scopes, changed_storages
+
         changed, scopes = changed_storages(module), Scopes(module)
         groups: dict[Any, list[_Layer]] = {}
         for node in module.graph.nodes:
@@ -287,6 +288,8 @@ def _transposed(node: Any) -> Node | None:
 
 def _fits(layer: _Layer, changed: set[int]) -> bool:
     """Whether the kernels take a layer, and nothing that it reads is written to in the graph."""
+    from omnicomp.passes.dtypes.analysis import storages
+
     given = layer.given
     fakes, made = [fake_value(value) for value in given], fake_value(layer.node)
     tensors = [leaf for leaf in tree_leaves([*fakes, made]) if isinstance(leaf, Tensor)]

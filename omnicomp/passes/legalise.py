@@ -16,7 +16,6 @@ from omnicomp.devices import Device
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.nodes import kind
 from omnicomp.passes.base import Pass, PassContext
-from omnicomp.passes.legal.decisions import Decisions
 from omnicomp.passes.legal.dtypes import Legal
 from omnicomp.passes.legal.fakes import CAST, CASTS, FILLS, MARK, gathers, leaves, moves
 
@@ -106,6 +105,8 @@ class Legalise(Pass):
         Raises:
             LegaliseError: with the mode `error`, if range would be lost; always, if no dtype of the device would do.
         """
+        from omnicomp.passes.legal.decisions import Decisions
+
         legal = Legal.of(context.device.capabilities())
         assert legal is not None  # or it would not apply
         if lacks_autocast(context.device, legal):

@@ -19,7 +19,6 @@ import torch
 
 from omnicomp._torch.inductor.own_context import apart
 from omnicomp._torch.inductor.versions import describe
-from omnicomp.devices.inductor.spec import code_digest, package_sources
 from omnicomp.errors import OptionError, PassError, first_line, nearest
 from omnicomp.options.checks import listed
 from omnicomp.passes.base import Pass
@@ -199,6 +198,8 @@ def identity(item: Pass) -> tuple[str, str]:
     Raises:
         PassError: an option has no text that is the same in every process.
     """
+    from omnicomp.devices.inductor.spec import code_digest, package_sources
+
     cls = type(item)
     options = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     texts: list[str] = []

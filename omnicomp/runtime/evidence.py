@@ -12,20 +12,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from omnicomp._torch.autograd.call_hooks import tapped
 from omnicomp.analysis.accuracy import PRECISIONS
 from omnicomp.analysis.hashes import size_class
 from omnicomp.errors import LoweringError
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.override import PlannedCall
 from omnicomp.lowerings.overrides.trust import classify, distrust, distrusted, is_trusted, trust
-from omnicomp.runtime.override_check import Trial, devices_of, try_backward, try_forward
 from omnicomp.timeline import Reason, Verification
 from omnicomp.timeline.recorder import record_step_down
+
+if TYPE_CHECKING:
+    from omnicomp.runtime.override_check import Trial
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -197,10 +198,14 @@ class FirstCallObserver:
         if not self._calls:
             return call(inputs)
         self._open.calls = {operator: list(planned) for operator, planned in self._calls.items()}
+        from omnicomp._torch.autograd.call_hooks import tapped
+
         with tapped(list(self._calls), self._hear):
             return call(inputs)
 
     def _hear(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        from omnicomp.runtime.override_check import devices_of
+
         # A loop may make more calls than there are in the graph.
         expected: list[PlannedCall] = self._open.calls[operator]
         this = expected.pop(0) if expected else self._calls[operator][-1]
@@ -236,6 +241,8 @@ class FirstCallObserver:
     def _verify(
         self, this: PlannedCall, case: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
+        from omnicomp.runtime.override_check import Trial, devices_of, try_forward
+
         precision, item = PRECISIONS[self._context.policy.reference], this.item
         device, start = devices_of((args, kwargs))[0], time.perf_counter()
         trial = Trial(state="unknown", detail="")
@@ -268,7 +275,7 @@ class FirstCallObserver:
     def _backward(
         self,
         this: PlannedCall,
-        trial: Trial,
+        trial: "Trial",
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: Callable[..., Any],
@@ -281,6 +288,8 @@ class FirstCallObserver:
             return "its backward is not verified, as this forward could not be given up"
         assert this.truth is not None
         start = time.perf_counter()
+        from omnicomp.runtime.override_check import devices_of, try_backward
+
         found = try_backward(this.differentiable, this.item, this.truth, call, args, kwargs, precision)
         if found.state == "unknown":
             return f"its backward is not verified: {found.detail}"
@@ -294,7 +303,7 @@ class FirstCallObserver:
     def _may_reject(self, this: PlannedCall) -> bool:
         return self._repeatable and not this.item.mutates and getattr(_local, "rejectable", False)
 
-    def _reason(self, this: PlannedCall, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reason:
+    def _reason(self, this: PlannedCall, trial: "Trial", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reason:
         far = f"is farther from {self._context.policy.reference} than its reference"
         what = "has a backward that raises" if trial.raised else far
         return Reason(

@@ -8,10 +8,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from omnicomp._torch.structured import Range, nvtx_range
-from omnicomp.devices.limits import Limits, known
 from omnicomp.errors import LoweringError, Once, harmless
 from omnicomp.lowerings import MAIN, Executable
 from omnicomp.lowerings.base import LoweringContext
@@ -20,12 +19,13 @@ from omnicomp.runtime.announced_inputs import difference
 from omnicomp.runtime.evidence import FirstCallObserver
 from omnicomp.runtime.fallback_limit import within_budget
 from omnicomp.runtime.guard import Guard
-from omnicomp.runtime.kernels import kernels_of
 from omnicomp.runtime.ranks import EAGER, agree, explain
 from omnicomp.runtime.tf32 import with_tf32
-from omnicomp.runtime.verify import Verifier
 from omnicomp.safety.forks import new_lock
 from omnicomp.timeline import Memory, Outcome, Timing
+
+if TYPE_CHECKING:
+    from omnicomp.runtime.verify import Verifier
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 _PROFILED: Final = 8  # calls before the one that is profiled: by then CUDA graphs are recorded
@@ -86,6 +86,8 @@ def timed(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
 
     def tell() -> None:
         with harmless("how long a call took"):
+            from omnicomp.devices.limits import Limits, known
+
             rates = known(device.type) or Limits(bytes=0.0, flops=0.0, dtype="")
             context.timeline.append(
                 Timing(
@@ -107,6 +109,8 @@ def timed(call: Boxed, context: LoweringContext, subgraph: str) -> Boxed:
         nonlocal calls, total, fastest, host, kernels
         device.synchronize()
         if calls == _PROFILED and kernels is None and device.type == "cuda":
+            from omnicomp.runtime.kernels import kernels_of
+
             outputs, count, took = kernels_of(lambda: call(inputs))
             kernels = (count, took)
             tell()
@@ -155,7 +159,7 @@ class Surroundings:
     subgraph: str
     lowering: str
     guard: Guard | None
-    verifier: Verifier | None
+    verifier: "Verifier | None"
 
 
 Wrapper = Callable[[Boxed, Surroundings], Boxed]
@@ -186,7 +190,7 @@ def wrap(
     emit: Callable[[Executable, FirstCallObserver], None],
     *,
     guard: Guard | None,
-    verifier: Verifier | None = None,
+    verifier: "Verifier | None" = None,
     calls: Sequence[PlannedCall] = (),
     repeatable: bool = False,
     announced: Sequence[Sequence[Any]] = (),
@@ -266,7 +270,7 @@ def _explained(call: Boxed, context: LoweringContext) -> Boxed:
     return observed
 
 
-def _with_verdict(result: Executable, verifier: Verifier | None) -> Executable:
+def _with_verdict(result: Executable, verifier: "Verifier | None") -> Executable:
     """The executable with the result of its verification in its evidence."""
     if verifier is None:
         return result

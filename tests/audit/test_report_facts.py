@@ -13,7 +13,6 @@ from omnicomp.backend import autograd
 from omnicomp.devices.limits import Limits
 from omnicomp.lowerings.overrides.registry import unregister
 from omnicomp.options.policy import effective_options, parse
-from omnicomp.runtime import wrappers
 from omnicomp.timeline import Boundary, Capture, Stage, Timing, current
 
 
@@ -145,7 +144,7 @@ def test_calls_are_timed_if_asked_for() -> None:
 
 
 def test_what_the_device_can_do_is_told_where_doctor_measured_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrappers, "known", lambda type: Limits(bytes=1e6, flops=1e9, dtype="float32"))
+    monkeypatch.setattr("omnicomp.devices.limits.known", lambda type: Limits(bytes=1e6, flops=1e9, dtype="float32"))
     row = report(calls=2, timing=True, train=False).subgraphs[0]
     assert row.timing is not None
     assert (row.timing.copy_rate, row.timing.product_rate, row.timing.kernels) == (1e6, 1e9, 0)

@@ -56,8 +56,8 @@ def test_what_the_device_does_not_tell_is_minus_one(monkeypatch: pytest.MonkeyPa
 
 def test_on_cuda_a_call_is_profiled_and_is_not_among_those_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "type", "cuda")
-    monkeypatch.setattr(wrappers, "known", lambda type: None)
-    monkeypatch.setattr(wrappers, "kernels_of", lambda call: (call(), 7, 3e-3))
+    monkeypatch.setattr("omnicomp.devices.limits.known", lambda type: None)
+    monkeypatch.setattr("omnicomp.runtime.kernels.kernels_of", lambda call: (call(), 7, 3e-3))
     timeline, made = Timeline(), list[int]()
     policy = parse(None, {"timing": True})
     context = LoweringContext(

@@ -10,6 +10,7 @@ from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from omnicomp._torch.fx import read_attributes
 from omnicomp.devices import resolve_device
 from omnicomp.options.dtype_policy import parse_dtype_policy
 from omnicomp.passes.base import PassContext, run_pipeline
@@ -71,6 +72,7 @@ class Backend:
         self.seen = {}
 
     def __call__(self, module, inputs):
+        read_attributes(module)
         known = {node.target for node in module.graph.nodes}
         self.guards.append(count_guards())
         self.modified = run_pipeline((self.item,), module, self.context, check=True)

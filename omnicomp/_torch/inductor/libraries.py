@@ -33,7 +33,7 @@ from torch._inductor.remote_cache import create_cache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import should_use_remote_fx_graph_cache as _uses_remote
 
-from omnicomp._torch.inductor import store
+from omnicomp._torch.inductor import linking, store
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.safety.privacy import logger
 
@@ -219,21 +219,24 @@ _numbers: Final = itertools.count()
 
 
 def _whole(build: Callable[[cpp_builder.CppBuilder], None]) -> Callable[[cpp_builder.CppBuilder], None]:
-    """`CppBuilder.build`, which writes under another name and renames."""
+    """`CppBuilder.build`, which writes under another name and renames, and links kernels against names."""
 
     def whole(self: cpp_builder.CppBuilder) -> None:
-        target, output = self._target_file, self._output
+        target, output, named = self._target_file, self._output, self._libraries_args
         # Elsewhere the name of the output says what it is, or is part of a command that is sent away.
         if sys.platform != "linux" or self._use_relative_path or not output.endswith(f" {target}"):
             build(self)
             return
         made = f"{target}.{os.getpid()}.{next(_numbers)}.tmp"
         self._output = f"{output.removesuffix(target)}{shlex.quote(made)}"
+        # What has Inductor's header is a kernel for this process: no test of the processor, and no package.
+        if self._include_dirs_args.startswith("-include ") and not self._aot_mode:
+            self._libraries_args = linking.linked(named, self._compiler)
         try:
             build(self)
             os.replace(made, target)
         finally:
-            self._output = output
+            self._output, self._libraries_args = output, named
             Path(made).unlink(missing_ok=True)
 
     return whole

@@ -15,8 +15,6 @@ from omnicomp._torch.parameters import static_dynamo_input
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.lowerings import LoweringContext
 from omnicomp.lowerings.engines.clustering import Clustering
-from omnicomp.options.checks import engine_names
-from omnicomp.options.policy import Policy
 
 
 def with_plain_sizes(module: GraphModule) -> None:
@@ -142,13 +140,6 @@ def _returned(module: GraphModule) -> list[Any]:
 
 Weights = Mapping[int, Callable[[], torch.Tensor | None]]
 """The weights of a call by position among a graph's inputs; each a function that returns None once it is gone."""
-
-
-def engines_of(policy: Policy) -> tuple[str, ...]:
-    """Names of the engines that may get a part of a graph."""
-    asked = [*policy.lowerings, *(name for rule in policy.rules for name in rule.lowerings)]
-    known = engine_names()
-    return tuple(dict.fromkeys(name for name in asked if name in known))
 
 
 def weights_of(gm: GraphModule, inputs: Sequence[Any]) -> Weights:

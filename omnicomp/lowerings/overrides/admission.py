@@ -17,17 +17,8 @@ from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.analysis.nodes import evaluate, fake_value
 from omnicomp.lowerings.base import LoweringContext
 from omnicomp.lowerings.overrides.blocks import Block, effects
-from omnicomp.lowerings.overrides.declaration import Override, raised, refused
+from omnicomp.lowerings.overrides.declaration import Override, Refused, raised, refused
 from omnicomp.lowerings.overrides.rewrite import excluded, found_wrong
-from omnicomp.timeline import Reason
-
-
-class Refused(Exception):
-    """The block is left as it is."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason.sentence)
-        self.reason = reason
 
 
 def admit(item: Override, block: Block, context: LoweringContext, *, training: bool) -> tuple[dict[str, Node], Any]:

@@ -229,3 +229,11 @@ def _value(value: Any) -> Any:
         return tuple(map(_value, value))  # pyright: ignore[reportUnknownArgumentType]
     plain = isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)))
     return repr(value) if plain else type(value).__qualname__
+
+
+class Refused(Exception):
+    """What an override matched is left as it is."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.sentence)
+        self.reason = reason

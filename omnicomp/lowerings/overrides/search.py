@@ -19,8 +19,7 @@ from omnicomp._torch.autograd.dispatch_trace import HigherOrderOperator, storage
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp.analysis.nodes import fake_value, module_path, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
-from omnicomp.lowerings.overrides.admission import Refused
-from omnicomp.lowerings.overrides.declaration import Override, raised, refused
+from omnicomp.lowerings.overrides.declaration import Override, Refused, raised, refused
 from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering, excluded, found_wrong
 from omnicomp.timeline import NodePlacement, Reason, Rewrite

@@ -11,9 +11,9 @@ from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
 from omnicomp._torch.symbols import expression
 from omnicomp.analysis.nodes import fake_value, op_name, source_line, submodules
 from omnicomp.lowerings.base import LoweringContext
-from omnicomp.lowerings.overrides.admission import Refused, admit, call_arguments
+from omnicomp.lowerings.overrides.admission import admit, call_arguments
 from omnicomp.lowerings.overrides.blocks import Block, find_blocks
-from omnicomp.lowerings.overrides.declaration import Function, Override, raised, refused
+from omnicomp.lowerings.overrides.declaration import Function, Override, Refused, raised, refused
 from omnicomp.lowerings.overrides.late import Choice
 from omnicomp.lowerings.overrides.rewrite import declined_at, entering
 from omnicomp.safety.forks import new_lock

@@ -9,17 +9,19 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from omnicomp._torch.autograd.attention import hint_of, is_static
-from omnicomp._torch.autograd.sdpa_bench import Bench, Layout, Problem
 from omnicomp._torch.devices.timer import measurable, versions
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.analysis.random_state import generator_states
 from omnicomp.errors import first_line
 from omnicomp.safety.forks import new_lock
+
+if TYPE_CHECKING:
+    from omnicomp._torch.autograd.sdpa_bench import Layout, Problem
 
 UNFUSED: Final = "unfused"
 """The name of the candidate that is no fused kernel."""
@@ -101,7 +103,7 @@ def problem_of(
     grouped: bool,
     dropout: float,
     training: bool,
-) -> Problem | None:
+) -> "Problem | None":
     """The attention of some fake tensors, or None where it can't be timed now.
 
     A symbolic size counts as the next power of two of the one that was seen.
@@ -118,6 +120,8 @@ def problem_of(
     query, key, value = operands
     if not measurable(query.device):
         return None
+    from omnicomp._torch.autograd.sdpa_bench import Problem
+
     query_layout, key_layout, value_layout = map(_layout, (query, key, value))
     return Problem(
         device=query.device,
@@ -135,7 +139,7 @@ def problem_of(
 
 
 def decide(
-    problem: Problem, kernels: Sequence[str], budget: Budget, make: Callable[[Problem], Timer] | None = None
+    problem: "Problem", kernels: Sequence[str], budget: Budget, make: "Callable[[Problem], Timer] | None" = None
 ) -> Timed | None:
     """The fastest candidate for an attention, measured now or before; None if it can't be, or there is no time left.
 
@@ -146,6 +150,7 @@ def decide(
         budget: what measuring may take; nothing is taken for what is known.
         make: makes what times it; None for the device itself.
     """
+    from omnicomp._torch.autograd.sdpa_bench import Bench
 
     def measure(seconds: float) -> tuple[Timed | None, float]:
         with (make or Bench)(problem) as timer:
@@ -194,7 +199,7 @@ def forget() -> None:
         _known.clear()
 
 
-def _measure(problem: Problem, kernels: Sequence[str], timer: Timer, seconds: float) -> tuple[Timed | None, float]:
+def _measure(problem: "Problem", kernels: Sequence[str], timer: Timer, seconds: float) -> tuple[Timed | None, float]:
     """The times, or None if time ran out; and the seconds of them that the attention's first call is spared."""
     start = time.perf_counter()
     times: dict[str, float] = {}
@@ -237,7 +242,7 @@ def fastest(times: Mapping[str, float]) -> str:
     return next(name for name, ms in times.items() if ms <= max(least * (1 + _TIE), least + _TIE_MS))
 
 
-def _layout(tensor: torch.Tensor) -> Layout:
+def _layout(tensor: torch.Tensor) -> "Layout":
     shape = tuple(size if is_static(size) else _bucket(hint_of(size)) for size in tensor.shape)
     strides = tuple(map(hint_of, tensor.stride()))
     if all(map(is_static, tensor.shape)):
@@ -256,7 +261,7 @@ def _bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _key(problem: Problem, kernels: Sequence[str]) -> str:
+def _key(problem: "Problem", kernels: Sequence[str]) -> str:
     parts = (versions(problem.device), problem.text, tuple(kernels))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

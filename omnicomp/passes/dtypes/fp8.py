@@ -13,10 +13,9 @@ import torch
 from torch.fx import Node
 
 from omnicomp.analysis.nodes import fake_value, insert_call
-from omnicomp.options.dtype_policy import DtypePolicy
+from omnicomp.options.dtype_policy import NAME, DtypePolicy
 from omnicomp.passes.base import PassContext
 from omnicomp.passes.dtypes.operators import kind
-from omnicomp.passes.dtypes.resolve import NAME
 from omnicomp.passes.dtypes.rewrite import Compute
 from omnicomp.timeline import Reason
 from omnicomp.weights.cast_copies import FLOAT8 as FLOAT8

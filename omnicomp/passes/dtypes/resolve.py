@@ -16,7 +16,7 @@ from omnicomp._torch.dtypes import undisturbed
 from omnicomp._torch.inductor.store import JsonStore, key_of
 from omnicomp.devices import Device
 from omnicomp.devices.cpu import cpu_flags, instruction_set
-from omnicomp.options.dtype_policy import DtypePolicy, short
+from omnicomp.options.dtype_policy import NAME, DtypePolicy, short
 from omnicomp.safety.forks import new_lock
 from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason
@@ -104,7 +104,6 @@ STORE: Final = JsonStore[Speed]("speeds", dataclasses.asdict, _load)
 
 log = logger("omnicomp")
 
-NAME: Final = "dtype_policy"
 # Below this, what casts cost is not earned back.
 _WORTH: Final = 1.1
 _warned: Final[set[torch.dtype]] = set()

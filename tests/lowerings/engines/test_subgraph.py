@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 import omnicomp
 from omnicomp.lowerings import GraphRecord, LoweringContext
 from omnicomp.lowerings.engines import subgraph as engine_graphs
-from omnicomp.lowerings.engines.subgraph import engines_of, informed, str_or_int, weights_of
-from omnicomp.options.policy import parse
+from omnicomp.lowerings.engines.subgraph import informed, str_or_int, weights_of
+from omnicomp.options.policy import engines_of, parse
 from omnicomp.timeline import Timeline
 
 X = torch.randn(4, 6)
