@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
+from omnicomp._torch.fx import read_attributes
 from omnicomp.passes.dtypes.operators import CLASSES, operator_class
 
 
@@ -12,6 +13,7 @@ def captured(function):
     graphs: list[GraphModule] = []
 
     def backend(module, inputs):
+        read_attributes(module)
         graphs.append(module)
         return module.forward
 
