@@ -339,13 +339,14 @@ def exponential(op: Op) -> Value | None:
     return None if quotient is None else _exponent(quotient[0])
 
 
-def added(softmax: Op) -> Any:
-    """What a softmax that is written out adds to its sum: a `Value`, a number, or its `Bound`; None for nothing."""
-    if _exponent(softmax) is not None:
-        late = normalized_later(softmax)
-        return None if late is None else late.added
-    quotient = _quotient(softmax)
-    return None if quotient is None else quotient[2]
+def added(softmax: Op) -> tuple[Op, Any] | None:
+    """The sum of a softmax that is written out, and what is added to it: a `Value`, a number, or its `Bound`.
+
+    None where nothing is added.
+    """
+    late, quotient = normalized_later(softmax) if _exponent(softmax) is not None else None, _quotient(softmax)
+    found = (late.total, late.added) if late is not None else quotient and quotient[1:]
+    return found if found and found[1] is not None else None
 
 
 def shift(softmax: Op) -> tuple[Value, Value] | None:
@@ -533,7 +534,8 @@ def is_shifted(softmax: Op) -> bool:
 def written_out(softmax: Op) -> list[Op]:
     """The operators of a softmax that is written out; none for one that is not."""
     start = exponential(softmax)
-    ends = (start, added(softmax))
+    more = added(softmax)
+    ends = (start, more and more[1])
     found: list[Op] = []
     stack = [softmax] if start is not None else []
     while stack:

@@ -442,8 +442,8 @@ class _Match:
                 )
             raise self._not_over_keys()
         closed = None if (mask := closing(self.softmax)) is None else self._closed(mask, at, key, queries)
-        if (more := added(self.softmax)) is not None and self._adds(more, masked=closed is not None):
-            value = self._beside(more, value, at, dim)
+        if (more := added(self.softmax)) is not None and self._adds(*more, masked=closed is not None):
+            value = self._beside(more[1], value, at, dim)
         if not full(at[dim], size):
             value, at = self._sink(value, at, dim, size)
         depends: dict[Value, bool] = {}
@@ -511,7 +511,7 @@ class _Match:
             lever="hide keys before a softmax: torch.softmax(scores.masked_fill(~mask, float('-inf')), -1)",
         )
 
-    def _adds(self, more: Any, *, masked: bool) -> bool:
+    def _adds(self, total: Op, more: Any, *, masked: bool) -> bool:
         """Whether what is added to the sums of the exponentials changes them.
 
         Where the greatest score is subtracted a sum is at least one, unless exponentials are set to zero afterwards.
@@ -520,8 +520,9 @@ class _Match:
             return True
         if isinstance(more, Bound):
             return not (isinstance(more.least, int | float) and more.least <= 1)
-        number, summed = self._number(more), self.softmax if self.late is None else self.late.total
-        return number is None or not 0 <= number < torch.finfo(summed.outputs[0].fake.dtype).eps / 2
+        number, division = self._number(more), self.softmax if self.late is None else self.late.division
+        finest = torch.promote_types(*(op.outputs[0].fake.dtype for op in (total, division)))
+        return number is None or not 0 <= number < torch.finfo(finest).eps / 2
 
     def _number(self, made: Any) -> float | None:
         """The number that an operand is, for all elements and in each call."""

@@ -174,6 +174,9 @@ def test_what_no_sum_of_the_dtype_sees_is_left_out(name, training):
 SEEN = {
     "one beside the greatest": lambda s, v: beside_the_sum(exponentials(s)[0], 1) @ v,
     "a number that sums see": lambda s, v: beside_the_sum(exponentials(s)[0], 1e-6) @ v,
+    "a number that wider sums see": lambda s, v: (
+        lambda e: (e @ v.bfloat16()) / (e.sum(-1, keepdim=True).float() + 1e-3)
+    )(exponentials(s.bfloat16())[0]),
     "another shift": lambda s, v: (
         (lambda e, m: e / (torch.exp(-2 * m) + e.sum(-1, keepdim=True)))(*exponentials(s)) @ v
     ),
