@@ -25,7 +25,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnicomp.analysis.accuracy import first_difference
+from omnicomp.analysis.accuracy import differences
 from omnicomp.lowerings.exact import key_of
 from omnicomp.lowerings.exact_operators import EXACT_OPERATORS
 
@@ -144,9 +144,7 @@ def compare(functions: dict[str, Callable[..., Any]], variants: list[tuple[Tenso
     found, expected = torch.compile(together, **COMPILED)(*variants), together(*variants)
     count = len(variants)
     names = enumerate(functions)
-    return [
-        n for i, n in names if first_difference(found[i * count :][:count], expected[i * count :][:count]) is not None
-    ]
+    return [n for i, n in names if differences(found[i * count :][:count], expected[i * count :][:count])]
 
 
 def program(seed: int, functions: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
