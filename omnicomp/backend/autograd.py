@@ -127,10 +127,11 @@ def _compile(
     tag = f"{tag}-passes" if graph.policy.verify == "inductor" else tag
     tag += marked_inputs(gm) if graph.device.type == "cuda" else ""
     engines, exact, count = bool(engines_of(graph.policy)), graph.policy.numerics != "inductor", len(inputs)
-    if engines:
-        from omnicomp.lowerings.engines.subgraph import informed, weights_of
+    known = weights or {}
+    if engines and weights is None:
+        from omnicomp.lowerings.engines.subgraph import weights_of
 
-        known = weights_of(gm, inputs) if weights is None else weights
+        known = weights_of(gm, inputs)
     own = None if graph.training else copy_module(gm, lazy=True) if not isinstance(regions, EarlyRegions) else gm
     gm = own or gm
 
@@ -138,7 +139,9 @@ def _compile(
         name = compile_fx.part_name(kwargs)
         context = graph.context(name, kwargs)
         if engines:
-            context = informed(context, part, known, count)  # pyright: ignore[reportPossiblyUnboundVariable]
+            from omnicomp.lowerings.engines.subgraph import informed
+
+            context = informed(context, part, known, count)
         context = dataclasses.replace(context, undecomposed=True) if exact else context
         doing = activity("part", context.part_id, shown=graph.policy.progress, graph=graph.id, part=name)
         dump(graph.id, "autograd", part, name)

@@ -41,8 +41,6 @@ KINDS: Final[Mapping[str, str]] = {
 MASK_CLASSES: Final = (
     "full", "hidden", "causal", "causal_bottom_right", "padding", "band", "prefix", "first", "rows",
 )  # fmt: skip
-ONES: Final = "ones"
-"""Behind a class: a mask of floating-point numbers has ones and zeros, in place of zeros and minus infinities."""
 """What an assumption of the kind `mask_class` may say; `padding` hides the last keys of each row alike.
 
 In `first` each row sees its first key, in `rows` any one; nothing else is known of these.
@@ -50,6 +48,8 @@ In `first` each row sees its first key, in `rows` any one; nothing else is known
 Numbers follow some: `band LEFT RIGHT`, where a query q sees the keys from q - LEFT to q + RIGHT, and `prefix RIGHT
 LENGTH`, where it sees those up to q + RIGHT and the first LENGTH; `-` is no bound.
 """
+ONES: Final = "ones"
+"""Behind a class: a mask of floating-point numbers has ones and zeros, in place of zeros and minus infinities."""
 
 
 PROVED: Final = "proved"

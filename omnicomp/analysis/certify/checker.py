@@ -26,8 +26,8 @@ _CONFIRMED: Final = 40_000_000
 # Up to which sizes that are numbers stay as they are, once.
 _FEW: Final = 2**15
 _LEAST: Final = (sizes.STRUCTURE, sizes.STRUCTURE + 1)
-# Further ones: up to which number sizes stay, and the smallest new one, below them where products would be too large.
-_SOME: Final = ((sizes.STRUCTURE, 7), (3, 4), (sizes.STRUCTURE, 3), (sizes.STRUCTURE, 2), (64, 65), (256, 257))
+# Tried behind these: up to which number sizes stay, and the smallest new one, low where products would be too large.
+_FURTHER: Final = ((sizes.STRUCTURE, 7), (3, 4), (sizes.STRUCTURE, 3), (sizes.STRUCTURE, 2), (64, 65), (256, 257))
 # Relative to the norm: below it float64 does not tell graphs apart that differ in a constant's rounding to float32.
 _SAME: Final = 1e-7
 _HIDES: Final = -1e4
@@ -195,7 +195,7 @@ class _Check:
         found: list[_Variant] = []
         # Small ones first, as a check takes as long as there are elements.
         for limit, (keep, start) in itertools.product(
-            (_ELEMENTS // 8, _ELEMENTS), ((sizes.STRUCTURE, 5 + position), *_SOME)
+            (_ELEMENTS // 8, _ELEMENTS), ((sizes.STRUCTURE, 5 + position), *_FURTHER)
         ):
             if len(found) >= count:
                 break
