@@ -1,7 +1,7 @@
 """Is `numerics="eager"` eager's in every bit: outputs, gradients and random numbers of models, and at what speed?
 
     python bench/bench_numerics.py [--models llama vit] [--modes inference] [--device cuda] [--options JSON]
-        [--rounds N] [--json FILE]
+        [--deterministic] [--rounds N] [--json FILE]
 
 The models are those of `bench_regions.py` that are installed, shrunk, with random weights; `LAYERS=1` in the
 environment makes them smaller, `WIDTH=1024 TOKENS=512` larger. Each is run in evaluation without gradients and in a
@@ -9,8 +9,8 @@ training step with its dropout, three times with other inputs and seeds, beside 
 one that omnicomp does not compare itself. `operators` counts them by their lowering, and `eager` says that the
 comparison found a difference, so that a graph or a piece of it ran eager. Where a call differs, `as captured` says
 whether it is that of `backend="eager"`, which runs what Dynamo captured, and `captured repeats` whether that gives its
-own bits again. With `--modes rows`, parts of a batch are compared with the whole of it under
-`numerics="batch-invariant"`, and by eager's own kernels.
+own bits again; with `--deterministic` torch takes kernels that do, where it has some. With `--modes rows`, parts of a
+batch are compared with the whole of it under `numerics="batch-invariant"`, and by eager's own kernels.
 """
 
 import argparse
@@ -140,10 +140,12 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=["inference", "training"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--options", default="{}")
+    parser.add_argument("--deterministic", action="store_true", help="by `torch.use_deterministic_algorithms`")
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_default_device(arguments.device)
+    torch.use_deterministic_algorithms(arguments.deterministic, warn_only=True)
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
     for name in arguments.models:

@@ -23,6 +23,7 @@ from omnicomp._torch.fx import lazy_module
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.assumptions import is_cheap, may_write
 from omnicomp.passes.attention.nodes import is_pure, mutates
+from omnicomp.passes.base import SAME_VALUE
 
 _MOST_CONSTANT_BYTES: Final = 2**20
 _MOST_WHOLE: Final = 512
@@ -103,6 +104,7 @@ class _Side:
         self.nodes: dict[str, Node] = {node.name: node for node in module.graph.nodes}
         self.places: dict[str, int] = {name: place for place, name in enumerate(self.nodes)}
         self.inside: set[Node] = set()
+        self.twins: set[Node] = set()  # nodes inside that claim to have the value of the node of their name
         writes = [node for node in self.nodes.values() if node.target in _FUNCTIONAL]
         held: dict[int, list[Node]] = {}
         for node in self.nodes.values() if writes else ():
@@ -136,12 +138,15 @@ class _Side:
         """Whether a node has no effect but its result."""
         return node in self.local or is_pure(node)
 
-    def slice_of(self, ends: Iterable[Node], extend: Callable[[Node], bool]) -> set[Node]:
-        """What computes nodes, as far as it changed or `extend` says."""
+    def slice_of(self, ends: Iterable[Node], extend: Callable[[Node], bool], *, through: bool = False) -> set[Node]:
+        """What computes nodes, as far as it changed or `extend` says; behind twins only if it goes `through` them."""
         found: set[Node] = set()
         stack = list(ends)
+        first = set(stack)
         while stack:
             node = stack.pop()
+            if node in self.twins and node not in first and not through:
+                continue
             if node in found or not (node in self.inside or self.drawn_in(node) or extend(node)):
                 continue
             found.add(node)
@@ -214,6 +219,12 @@ class _Comparison:
             for left, right in claims:
                 if left != right:
                     self._claims.setdefault((left, right), name)
+        for name in self.common:
+            twins = old[name], new[name]
+            if twins[1].meta.get(SAME_VALUE) and twins[1] in self.new.inside and _alike(*map(fake_value, twins)):
+                self.old.twins.add(twins[0])
+                self.new.twins.add(twins[1])
+                self._claims.setdefault((name, name), name)
         self._reordered = self._first_reordered()
         replaced = {node.name for node in self.new.inside} & {node.name for node in self.old.inside}
         for name in self.common:
@@ -282,7 +293,8 @@ class _Comparison:
 
         def sliced(farther: Callable[[Node], bool]) -> tuple[list[list[Node]], list[dict[str, Node]]]:
             """The nodes of both sides in order, and what they read from outside."""
-            slices = [side.slice_of(end, farther) for side, end in zip(sides, ends, strict=True)]
+            through = level > 0
+            slices = [side.slice_of(end, farther, through=through) for side, end in zip(sides, ends, strict=True)]
             ordered = [side.in_order(inside, end) for side, inside, end in zip(sides, slices, ends, strict=True)]
             read = [
                 {read: None for read in [*(read for node in nodes for read in node.all_input_nodes), *end]}
@@ -339,19 +351,24 @@ class _Comparison:
         """Compute a value as the old graph did, for all that read it there."""
         graph, old, new = self.new.module.graph, self.old.nodes[pair[0]], self.new.nodes[pair[1]]
         wrong = self.new.slice_of([new], lambda _: False) & self.new.inside
-        stayed = [name for name in self.common if self.new.nodes[name] not in self.new.inside]
+        apart = self.new.inside - self.new.twins
+        stayed = [name for name in self.common if self.new.nodes[name] not in apart]
         values = {self.old.nodes[name]: self.new.nodes[name] for name in stayed}
         readers = [name for name in stayed if old in self.old.nodes[name].all_input_nodes]
         readers = [name for name in readers if pair in (_claimed(self.old.nodes[name], self.new.nodes[name]) or ())]
-        if not readers:
+        twin = new in self.new.twins
+        if not readers and not twin:
             return
         gone = self.old.slice_of([old], lambda _: False) & self.old.inside
-        with graph.inserting_before(self.new.nodes[min(readers, key=self.new.places.__getitem__)]):
+        with graph.inserting_before(new if twin else self.new.nodes[min(readers, key=self.new.places.__getitem__)]):
             for node in self.old.module.graph.nodes:
-                if node in gone:
+                if node in gone and not (twin and node is old):
                     values[node] = graph.node_copy(node, values.__getitem__)
                     values[node].meta = dict(node.meta)
-        for name in readers:
+        if twin:
+            new.op, new.target = old.op, old.target
+            new.args, new.kwargs = map_arg((old.args, old.kwargs), values.__getitem__)
+        for name in () if twin else readers:
             _reread(self.old.nodes[name], self.new.nodes[name], old, new, values[old])
         for node in reversed(list(graph.nodes)):
             if node in wrong and not node.users:
@@ -398,6 +415,13 @@ def _claimed(old: Node, new: Node) -> list[tuple[str, str]] | None:
     if left != right:
         return None
     return [(a.name, b.name) for a, b in zip(_read(old), _read(new), strict=True)]
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether two fake values are tensors of one shape, layout and dtype."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return False
+    return (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype)
 
 
 def _memory(node: Node) -> Iterator[int]:

@@ -11,10 +11,11 @@ are timed both ways, once a machine. No copy of the weights is made, so that not
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ from omnicomp.analysis.certify import NO_OVERFLOW, ROUNDING, Assumption
 from omnicomp.analysis.nodes import fake_value, insert_call, op_name
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.timings import Budget, Timed, fastest, known_or_measured
-from omnicomp.passes.base import Pass, PassContext
+from omnicomp.passes.base import SAME_VALUE, Pass, PassContext
 from omnicomp.passes.kernels import measured
 
 _HALF: Final = (torch.bfloat16, torch.float16)
@@ -52,17 +53,51 @@ _TRANSPOSES: Final = frozenset("t T mT transpose swapaxes swapdims permute".spli
 _TUNED: Final = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning", "freezing")
 
 
-def _reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    return [F.linear(x, weight, *biases[at : at + 1]) for at, weight in enumerate(weights)]
+# In the order in which the kernel numbers them, from 1 on.
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
-def _plan(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Plan:
+def _reference(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    gain: Tensor | None = None,
+    offset: float = 0.0,
+    eps: float = 0.0,
+    addend: Tensor | None = None,
+    gate: str = "",
+) -> list[Tensor]:
+    dtype = weights[0].dtype
+    if gain is not None:
+        wide = x.to(torch.promote_types(dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        x = (wide * (gain.to(wide.dtype) + offset)).to(dtype)
+    made = [F.linear(x, weight, *biases[at : at + 1]) for at, weight in enumerate(weights)]
+    if gate:
+        made = [_ACTIVATIONS[gate](made[0]) * made[1]]
+    return made if addend is None else [made[0] + addend]
+
+
+def _plan(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    gain: Tensor | None = None,
+    offset: float = 0.0,
+    eps: float = 0.0,
+    addend: Tensor | None = None,
+    gate: str = "",
+) -> Plan:
     from omnicomp.passes.kernels import few_rows  # needs Triton
 
     features = x.shape[-1]
     rows = x.numel() // features
     sizes = [weight.shape[0] for weight in weights]
-    results = [Buffer((*x.shape[:-1], size), x.dtype) for size in sizes]
+    results = [Buffer((*x.shape[:-1], size), weights[0].dtype) for size in (sizes[:1] if gate else sizes)]
     arguments: dict[str, Any] = {"x": x, "K": features, "BIAS": bool(biases), "LAYERS": len(sizes)}
     for name, given, none in (("w", weights, None), ("b", biases, None), ("o", results, None), ("N", sizes, 0)):
         arguments |= {f"{name}{at}": given[at] if at < len(given) else none for at in range(_LAYERS)}
@@ -70,8 +105,12 @@ def _plan(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Pla
         del arguments["N2"]
         # Eight elements a thread: what was fastest, or within 8 % of that, for each weight.
         block = 2048 if features > 2048 else min(1024, 1 << (features - 1).bit_length())
-        arguments["BK"] = block
-        launch = Launch(kernel=few_rows.one_row, grid=(sum(sizes),), warps=block // 256, arguments=arguments)
+        arguments |= {"gain": gain, "addend": addend, "NORM": gain is not None, "ADD": addend is not None}
+        arguments |= {"OFFSET": offset, "EPS": eps, "ACT": ["", *_ACTIVATIONS].index(gate), "BK": block}
+        programs = sizes[0] if gate else sum(sizes)
+        launch = Launch(kernel=few_rows.one_row, grid=(programs,), warps=block // 256, arguments=arguments)
+    elif gain is not None or addend is not None or gate:
+        raise ValueError("linears_of_few_rows: only the kernel of one row takes a gain, an addend or a gate")
     else:
         outputs = 32
         grid = (sum(-(-size // outputs) for size in sizes),)
@@ -81,8 +120,17 @@ def _plan(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Pla
 
 
 LINEARS: Final = triton_ops.define(
-    "linears_of_few_rows(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]", _reference, _plan
+    "linears_of_few_rows(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? gain=None, float offset=0., "
+    "float eps=0., Tensor? addend=None, str gate='') -> Tensor[]",
+    _reference,
+    _plan,
 )
+"""Linear layers of one input `x`: `biases` is empty, or has one for each of `weights`.
+
+With a `gain`, the layers read the RMSNorm of `x` with it: `x / sqrt(mean(x²) + eps) * (gain + offset)`. With a `gate`,
+an activation of `_ACTIVATIONS`, there are two layers and one result: the activation of the first, times the second. An
+`addend` is added to a single result. These three are for one row on a GPU.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +247,7 @@ class FewRows(Pass):
 
     def run(self, module: GraphModule, context: PassContext) -> PassResult:
         """Replace the layers, those that share an input together."""
+        from omnicomp.passes.attention.nodes import is_pure
         from omnicomp.passes.dtypes.analysis import Scopes, changed_storages
 
         changed, scopes = changed_storages(module), Scopes(module)
@@ -207,16 +256,27 @@ class FewRows(Pass):
             layer = _layer(node)
             if layer is not None and _fits(layer, changed) and node not in scopes.entered:
                 groups.setdefault((layer.x, layer.bias is not None, scopes.number[node]), []).append(layer)
-        done, budget = False, Budget(self.seconds)
+        made, budget = list[_Call](), Budget(self.seconds)
         place = {node: index for index, node in enumerate(module.graph.nodes)}
         for layers in groups.values():
             first = place[layers[0].node]
             early = [layer for layer in layers if all(place[each] <= first for each in layer.given)]
             for at in range(0, len(early), _LAYERS):
-                done |= self._replace(early[at : at + _LAYERS], context, budget)
-        return PassResult(module, done)
+                if call := self._replaced(early[at : at + _LAYERS], budget):
+                    made.append(call)
+        for call in made:
+            parts = _take_in(call, changed, scopes) if call.rows == 1 else []
+            rows, layers = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((call.rows, "row"), (call.layers, "layer")))
+            detail = ", ".join((rows, layers, *parts))
+            for node in call.results:
+                target, times = str(LINEARS.name()), call.timed and call.timed.times
+                context.rewrite(self.name, "linear", node, target=target, detail=detail, timed=times)
+        if made:
+            module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node))
+        return PassResult(module, bool(made))
 
-    def _replace(self, layers: Sequence["_Layer"], context: PassContext, budget: Budget) -> bool:
+    def _replaced(self, layers: Sequence["_Layer"], budget: Budget) -> "_Call | None":
+        """The call that computes these layers now; None if they stay."""
         x, weights = layers[0].x, [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         given = fake_value(x)
@@ -228,15 +288,61 @@ class FewRows(Pass):
             problem = Problem(dtype=given.dtype, rows=rows, features=features, sizes=sizes, bias=bool(biases))
             timed = decide(problem, (KERNEL, CUBLAS) if ruled else (CUBLAS, KERNEL), budget, given.device)
         if not (ruled if timed is None else timed.best == KERNEL):
-            return False
+            return None
         made = insert_call(layers[0].node, LINEARS, (x, weights, biases))
-        detail = f"{rows} row{'s' * (rows > 1)}, {len(layers)} layer{'s' * (len(layers) > 1)}"
-        for at, layer in enumerate(layers):
-            node = layer.node
-            target, times = str(LINEARS.name()), timed and timed.times
-            context.rewrite(self.name, "linear", node, target=target, detail=detail, timed=times)
-            node.op, node.target, node.args = "call_function", operator.getitem, (made, at)
-        return True
+        results = [layer.node for layer in layers]
+        for at, node in enumerate(results):
+            _become(node, made, at)
+        return _Call(made, rows, len(layers), timed, results)
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call of the operator, and the nodes that are its results."""
+
+    node: Node
+    rows: int
+    layers: int
+    timed: Timed | None
+    results: list[Node]
+
+
+def _become(node: Node, call: Node, at: int) -> None:
+    """Let a node be one of the results of a call."""
+    node.op, node.target, node.args, node.kwargs = "call_function", operator.getitem, (call, at), {}
+    node.meta[SAME_VALUE] = True
+
+
+def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
+    """Let a call for one row compute what is around its layers, which is told by name."""
+    from omnicomp.passes.around_linears import addend_of, gate_of, norm_of
+    from omnicomp.passes.dtypes.analysis import storages
+
+    x, weights, biases = cast(Any, call.node.args)
+    layers = call.results
+    norm, gated, added = norm_of(x), None, None
+    if norm and not all(user.target is LINEARS for user in x.users):
+        norm = None
+    if len(layers) == 2 and fake_value(weights[0]).shape == fake_value(weights[1]).shape:
+        gated = gate_of(*layers)
+    elif len(layers) == 1:
+        added = addend_of(layers[0])
+    last = gated[0] if gated else added[0] if added else layers[0]
+    around = [*([x, norm.x, norm.gain] if norm else []), *([added[1]] if added else []), last]
+    scoped = any(each in scopes.entered for each in around) or scopes.number[last] != scopes.number[layers[0]]
+    changing = fake_value(last).requires_grad or any(storages(each) & changed for each in around)
+    if scoped or changing or not (norm or gated or added):
+        return []
+    if gated and gated[1] is not layers[0]:
+        weights, biases = (list(reversed(each)) for each in (weights, biases))
+    read = (norm.x, weights, biases, norm.gain, norm.offset, norm.eps) if norm else (x, weights, biases, None, 0.0, 0.0)
+    made = insert_call(last, LINEARS, (*read, added[1] if added else None, gated[3] if gated else ""))
+    if gated or added:
+        _become(last, made, 0)
+        call.results = [last]
+    else:
+        call.node.replace_all_uses_with(made)
+    return [name for name, part in (("norm", norm), ("gate", gated), ("sum", added)) if part]
 
 
 @dataclasses.dataclass(frozen=True)

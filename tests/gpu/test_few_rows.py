@@ -8,7 +8,7 @@ from recorded import events
 from omnicomp.devices import resolve_device
 from omnicomp.devices.limits import limits
 from omnicomp.passes.attention.few_queries import FEW_QUERIES
-from omnicomp.passes.few_rows import CUBLAS, KERNEL, LINEARS, Bench, Problem
+from omnicomp.passes.few_rows import CUBLAS, KERNEL, LINEARS, Bench, Problem, _reference
 from omnicomp.passes.kernels import measured
 from omnicomp.timeline import Rewrite
 
@@ -64,6 +64,46 @@ def test_attention_is_as_near_as_eagers(heads: tuple[int, int], queries: int, ke
     assert not FEW_QUERIES(query, key.nan_to_num(), value.nan_to_num(), torch.zeros_like(mask), number, 0.125).any()
 
 
+@pytest.mark.parametrize("features", [256, 2048, 2560])
+@pytest.mark.parametrize("gate", ["", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_is_around_a_row_is_as_near_as_eager(features: int, gate: str, normed: bool) -> None:
+    x, gain, weights = random(1, features) * 3, random(features), [random(96, features) / 16 for _ in range(2)]
+    given = (weights if gate else weights[:1], [], gain if normed else None, 1.0, 1e-6, random(1, 96), gate)
+    (found,) = LINEARS(x, *given)
+    wide, rounded = (
+        torch.utils._pytree.tree_map_only(torch.Tensor, convert, (x, *given))
+        for convert in (torch.Tensor.double, lambda t: t)
+    )
+    assert near(found, _reference(*rounded)[0], _reference(*wide)[0])
+
+
+class Step(torch.nn.Module):
+    """An MLP behind an RMSNorm, with its residual."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(width, eps=1e-6)
+        self.gate, self.up = (torch.nn.Linear(width, 1024, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(1024, width, bias=False)
+        self.to("cuda", torch.bfloat16).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+@torch.no_grad()
+def test_a_norm_a_gate_and_a_sum_are_two_kernels_with_the_layers() -> None:
+    step, x = Step(), random(1, 1, 512)
+    found = torch.compile(step, backend="omni")(x)
+    exact = Step().double()
+    exact.load_state_dict(step.state_dict())
+    assert near(found, step(x), exact.double()(x.double()))
+    details = [event.detail for event in events(Rewrite) if event.name == "few_rows"]
+    assert details == ["1 row, 2 layers, norm, gate", "1 row, 1 layer, sum"]
+
+
 class Block(torch.nn.Module):
     """A step of a decoder against a cache."""
 
@@ -103,7 +143,7 @@ def test_a_step_takes_the_kernels_and_waits_for_nothing(mode: str | None) -> Non
                 torch.cuda.set_sync_debug_mode("default")
             torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
     made = [event.target for event in events(Rewrite)]
-    assert made.count("omnicomp::linears_of_few_rows") == 6
+    assert made.count("omnicomp::linears_of_few_rows") == 5  # q, k, v; gate and up; down
     assert made.count("omnicomp::attention_of_few_queries") == 1
 
 

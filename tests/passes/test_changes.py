@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from omnicomp._torch.fx import copy_module, describe
 from omnicomp.analysis.nodes import insert_call
+from omnicomp.passes.base import SAME_VALUE
 from omnicomp.passes.changes import Change, UncutError, changes
 
 
@@ -118,6 +119,50 @@ def test_another_operator_of_the_same_name_is_a_change():
     (change,) = changes(before, after)
     assert inputs_of(change) == ["x"]
     assert not same(change)
+
+
+def become(node, target, *args) -> None:
+    """Give a node another operator, as a pass that says that its value stays."""
+    node.target, node.args, node.meta = target, args, {**node.meta, SAME_VALUE: True}
+
+
+def chained() -> tuple[GraphModule, GraphModule]:
+    """Two operators in a row that a pass replaced where they are."""
+    before, after = graphs(lambda x: ((x.exp() * 2).mul(3)).cos(), torch.ones(3))
+    doubled, tripled = (
+        after.graph.find_nodes(op=op, target=t)[0]
+        for op, t in (("call_function", operator.mul), ("call_method", "mul"))
+    )
+    become(doubled, torch.add, doubled.args[0], doubled.args[0])
+    tripled.op = "call_function"
+    become(tripled, torch.mul, 3, doubled)
+    after.recompile()
+    return before, after
+
+
+def test_nodes_that_keep_their_value_are_compared_one_by_one():
+    found = list(changes(*chained()))
+    assert [(inputs_of(change), change.at.name) for change in found] == [(["exp"], "mul"), (["mul"], "mul_1")]
+    assert all(map(same, found))
+    wider = found[1].wider()
+    assert wider is not None
+    assert inputs_of(wider) == ["exp"]
+    assert same(wider)
+
+
+def test_a_node_that_did_not_keep_its_value_is_undone_alone():
+    before, after = chained()
+    node = next(node for node in after.graph.nodes if node.target is torch.add)
+    node.args = (node.args[0], 1)
+    after.recompile()
+    wrong = [change for change in changes(before, after) if not same(change)]
+    assert [change.at.name for change in wrong] == ["mul"]
+    wrong[0].undo()
+    after.graph.lint()
+    after.recompile()
+    x = torch.randn(3)
+    assert torch.equal(after(x), before(x))
+    assert [node.target for node in after.graph.nodes if node.name == "mul"] == [operator.mul]
 
 
 def test_tuples_are_no_inputs():

@@ -42,6 +42,24 @@ def test_linear_layers_of_few_rows(device: torch.device, data: st.DataObject) ->
         near(found, expected)
 
 
+@given(st.data())
+def test_one_row_with_what_is_around_its_layers(device: torch.device, data: st.DataObject) -> None:
+    draw, dtype = data.draw, data.draw(DTYPES)
+    features, gate = draw(st.sampled_from([256, 300, 2049])), draw(st.sampled_from(["", "silu", "gelu", "gelu_tanh"]))
+    sizes = [33, 33] if gate else draw(st.lists(st.sampled_from([1, 7, 32]), min_size=1, max_size=3))
+    x, weights = torch.randn(1, features) * 3, [torch.randn(n, features).to(dtype) / 16 for n in sizes]
+    biases = [torch.randn(n).to(dtype) for n in sizes] if draw(st.booleans()) else []
+    gain = torch.randn(features).to(draw(st.sampled_from([dtype, torch.float32]))) if draw(st.booleans()) else None
+    addend = torch.randn(1, sizes[0]).to(dtype) if (gate or len(sizes) == 1) and draw(st.booleans()) else None
+    x = x if gain is not None and draw(st.booleans()) else x.to(dtype)
+    numbers = draw(st.sampled_from([0.0, 1.0])), draw(st.sampled_from([1e-6, 0.5]))
+    arguments = (x, weights, biases, gain, *numbers, addend, gate)
+    exact = few_rows._reference(*torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.double, arguments))
+    for found, expected in zip(made(few_rows._plan, arguments, device), exact, strict=True):
+        assert found.dtype is dtype
+        near(found, expected)
+
+
 def laid(tensor: torch.Tensor, way: str) -> torch.Tensor:
     """The same values, dense in another order of the dimensions; the last one stays dense."""
     order = {"heads": (0, 2, 1, 3), "cache": (1, 0, 2, 3)}.get(way, (0, 1, 2, 3))
