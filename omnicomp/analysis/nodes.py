@@ -15,6 +15,12 @@ from omnicomp._torch.fx import all_nodes as all_nodes
 from omnicomp._torch.fx import fake_value as fake_value
 from omnicomp._torch.fx import submodules as submodules
 
+SAME_VALUE: Final = "same_value"
+"""In the metadata of a node to which a pass gave another operator: it has the value that the node of its name had.
+
+What reads it is then compared apart from what computes it.
+"""
+
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 
 

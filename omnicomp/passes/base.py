@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 
 DECISION: Final = "decision"
 """The key in `PassContext.memo` of what tells the graph, where a pass keeps what it did to it."""
-SAME_VALUE: Final = "same_value"
-"""In the metadata of a node to which a pass gave another operator: it has the value that the node of its name had.
-
-What reads it is then compared apart from what computes it.
-"""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -20,10 +20,9 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.fx import lazy_module
-from omnicomp.analysis.nodes import fake_value
+from omnicomp.analysis.nodes import SAME_VALUE, fake_value
 from omnicomp.passes.assumptions import is_cheap, may_write
 from omnicomp.passes.attention.nodes import is_pure, mutates
-from omnicomp.passes.base import SAME_VALUE
 
 _MOST_CONSTANT_BYTES: Final = 2**20
 _MOST_WHOLE: Final = 512

@@ -30,10 +30,10 @@ from omnicomp._torch.inductor import triton_ops
 from omnicomp._torch.inductor.store import key_of
 from omnicomp._torch.inductor.triton_ops import Buffer, Launch, Plan
 from omnicomp.analysis.certify import NO_OVERFLOW, ROUNDING, Assumption
-from omnicomp.analysis.nodes import fake_value, insert_call, op_name
+from omnicomp.analysis.nodes import SAME_VALUE, fake_value, insert_call, op_name
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention.timings import Budget, Timed, fastest, known_or_measured
-from omnicomp.passes.base import SAME_VALUE, Pass, PassContext
+from omnicomp.passes.base import Pass, PassContext
 from omnicomp.passes.kernels import measured
 
 _HALF: Final = (torch.bfloat16, torch.float16)

@@ -6,8 +6,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.nn.attention.flex_attention import flex_attention
 
 from omnicomp._torch.fx import copy_module, describe
-from omnicomp.analysis.nodes import insert_call
-from omnicomp.passes.base import SAME_VALUE
+from omnicomp.analysis.nodes import SAME_VALUE, insert_call
 from omnicomp.passes.changes import Change, UncutError, changes
 
 
