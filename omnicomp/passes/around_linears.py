@@ -38,7 +38,8 @@ class Norm:
 
 def norm_of(node: Node) -> Norm | None:
     """The RMSNorm that a node is the result of, whatever is cast on the way; None for all else."""
-    node = _uncast(node)
+    while (whole := _whole(node := _uncast(node))) is not None:
+        node = whole
     if op_name(node) in _RMS_NORMS:
         found = _called(node)
     else:
@@ -64,6 +65,30 @@ def gate_of(first: Node, second: Node) -> tuple[Node, Node, Node, str] | None:
         if name and active.args == (gate,) and any(pair == (active, factor) for pair in _pairs(product, _PRODUCTS)):
             return product, gate, factor, name
     return None
+
+
+def halves_of(node: Node) -> tuple[Node, Node] | None:
+    """Both halves of a layer's outputs, if nothing else reads them: `chunk`, `split`, or two slices."""
+    size, last = fake_value(node).shape[-1], fake_value(node).dim() - 1
+    parts: dict[int, Node] = {}
+    split = _only_user(node)
+    if split is not None and op_name(split).rpartition(".")[2] in ("chunk", "split"):
+        given = dict(zip(("input", "number", "dim"), split.args, strict=False)) | dict(split.kwargs)
+        number, dim = given.get("number", given.get("chunks", given.get("split_size_or_sections"))), given.get("dim", 0)
+        halved = number == 2 if "chunk" in op_name(split) else number in (size // 2, [size // 2] * 2, (size // 2,) * 2)
+        if size % 2 or not halved or dim not in (-1, last):
+            return None
+        parts = {user.args[1]: user for user in split.users if op_name(user) == "operator.getitem"}  # type: ignore[misc]
+        count = len(split.users)
+    else:
+        bounds = {0: slice(None, size // 2), 1: slice(size // 2, None)}
+        for user in node.users if size % 2 == 0 else ():
+            index: Any = user.args[1] if op_name(user) == "operator.getitem" else None
+            leading = isinstance(index, tuple) and all(each in (..., slice(None)) for each in index[:-1])
+            whole = leading and (... in index or len(index) == last + 1)
+            parts |= {at: user for at, bound in bounds.items() if whole and index[-1] == bound}
+        count = len(node.users)
+    return (parts[0], parts[1]) if count == 2 and parts.keys() == {0, 1} else None
 
 
 def addend_of(node: Node) -> tuple[Node, Node] | None:
@@ -168,6 +193,16 @@ def _uncast(node: Node) -> Node:
             break
         node = given
     return node
+
+
+def _whole(node: Node) -> Node | None:
+    """What a node takes all of by slices, such as `x[:, -1:]` of one row; None if it is no such slice."""
+    given: Any = node.args[0] if op_name(node) == "operator.getitem" else None
+    if not isinstance(given, Node) or not isinstance(fake_value(given), Tensor):
+        return None
+    index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    sliced = all(isinstance(each, slice) or each is ... for each in index)
+    return given if sliced and fake_value(given).shape == fake_value(node).shape else None
 
 
 def _only_user(node: Node) -> Node | None:

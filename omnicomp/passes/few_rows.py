@@ -315,7 +315,7 @@ def _become(node: Node, call: Node, at: int) -> None:
 
 def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
     """Let a call for one row compute what is around its layers, which is told by name."""
-    from omnicomp.passes.around_linears import addend_of, gate_of, norm_of
+    from omnicomp.passes.around_linears import addend_of, gate_of, halves_of, norm_of
     from omnicomp.passes.dtypes.analysis import storages
 
     x, weights, biases = cast(Any, call.node.args)
@@ -323,8 +323,11 @@ def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
     norm, gated, added = norm_of(x), None, None
     if norm and not all(user.target is LINEARS for user in x.users):
         norm = None
+    halves = halves_of(layers[0]) if len(layers) == 1 else None
     if len(layers) == 2 and fake_value(weights[0]).shape == fake_value(weights[1]).shape:
         gated = gate_of(*layers)
+    elif halves:
+        gated = gate_of(*halves)
     elif len(layers) == 1:
         added = addend_of(layers[0])
     last = gated[0] if gated else added[0] if added else layers[0]
@@ -333,7 +336,9 @@ def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
     changing = fake_value(last).requires_grad or any(storages(each) & changed for each in around)
     if scoped or changing or not (norm or gated or added):
         return []
-    if gated and gated[1] is not layers[0]:
+    if gated and halves:
+        weights, biases = (_halved(each, last) for each in (weights, biases))
+    if gated and gated[1] is not (halves or layers)[0]:
         weights, biases = (list(reversed(each)) for each in (weights, biases))
     read = (norm.x, weights, biases, norm.gain, norm.offset, norm.eps) if norm else (x, weights, biases, None, 0.0, 0.0)
     made = insert_call(last, LINEARS, (*read, added[1] if added else None, gated[3] if gated else ""))
@@ -343,6 +348,16 @@ def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
     else:
         call.node.replace_all_uses_with(made)
     return [name for name, part in (("norm", norm), ("gate", gated), ("sum", added)) if part]
+
+
+def _halved(given: Sequence[Node], anchor: Node) -> list[Node]:
+    """The halves of a weight or bias along its first dimension, made before a node; none of none."""
+    return [
+        insert_call(anchor, operator.getitem, (each, slice(*bounds)))
+        for each in given
+        for half in (fake_value(each).shape[0] // 2,)
+        for bounds in ((None, half), (half, None))
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

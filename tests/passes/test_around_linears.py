@@ -121,6 +121,61 @@ def test_a_gate_and_its_other_layer_are_one_result(activation, swapped):
     assert details(function, numbers(1, WIDTH), *weights) == ["2 layers, gate"]
 
 
+HALVES = {
+    "chunk": lambda y: y.chunk(2, dim=-1),
+    "a function": lambda y: torch.chunk(y, 2, -1),
+    "split": lambda y: y.split(64, -1),
+    "sizes": lambda y: torch.split(y, [64, 64], dim=1),
+    "slices": lambda y: (y[..., :64], y[..., 64:]),
+    "columns": lambda y: (y[:, :64], y[:, 64:]),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
+def test_halves_of_one_layer_are_a_gate(halves, swapped, bias):
+    def function(x, weight, bias):
+        first, second = halves(F.linear(x, weight, bias))
+        return (first * F.silu(second) if swapped else F.silu(first) * second) + 1
+
+    inputs = numbers(1, WIDTH), numbers(128, WIDTH) / 16, numbers(128) if bias else None
+    assert details(function, *inputs) == ["1 layer, gate"]
+
+
+NO_HALVES = {
+    "other sizes": lambda y: (y[..., :32], y[..., 32:64]),
+    "overlapping": lambda y: (y[..., :64], y[..., 1:65]),
+    "rows": lambda y: (y[None].chunk(2, 0)[0][..., :64], y[..., 64:]),
+    "every other": lambda y: (y[..., ::2], y[..., 1::2]),
+    "one half twice": lambda y: (y[..., :64], y[..., :64]),
+}
+
+
+@pytest.mark.parametrize("halves", NO_HALVES.values(), ids=NO_HALVES)
+def test_other_parts_of_a_layer_are_no_gate(halves):
+    def function(x, weight):
+        first, second = halves(F.linear(x, weight))
+        return F.silu(first) * second[..., : first.shape[-1]] + 1
+
+    assert details(function, numbers(1, WIDTH), numbers(128, WIDTH) / 16) == ["1 layer"]
+
+
+@pytest.mark.parametrize("index", [(slice(None), slice(-1, None)), slice(None), (..., slice(0, None), slice(None))])
+def test_a_norm_is_read_through_slices_that_take_all(index):
+    def function(x, gain, weight):
+        return F.linear(written(x, gain)[index], weight) * 2
+
+    assert details(function, numbers(1, 1, WIDTH), numbers(WIDTH), numbers(64, WIDTH) / 16) == ["1 layer, norm"]
+
+
+def test_a_norm_of_more_rows_stays_where_one_is_read():
+    def function(x, gain, weight):
+        return F.linear(written(x, gain)[:, -1:], weight) * 2
+
+    assert details(function, numbers(1, 3, WIDTH), numbers(WIDTH), numbers(64, WIDTH) / 16) in (["1 layer"], [])
+
+
 GATES = {
     "another activation": lambda gate, other: torch.tanh(gate) * other,
     "read elsewhere": lambda gate, other: (F.silu(gate) * other, gate + 1),
