@@ -167,6 +167,19 @@ def make_static(node: torch.fx.Node) -> None:
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
+def add_placeholder(after: torch.fx.Node, name: str, like: torch.fx.Node, value: Any) -> torch.fx.Node:
+    """Add an input behind another one, for a view of the input `like`; `value` is its fake value."""
+    with after.graph.inserting_after(after):
+        node = after.graph.placeholder(name)
+    node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+    node.meta["example_value"] = value
+    if static_dynamo_input(like) or isinstance(like.meta.get("example_value"), Parameter):
+        make_static(node)
+    else:
+        node._dynamo_source = None  # type: ignore[attr-defined]
+    return node
+
+
 def picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that takes these items out of a tuple, as fast as Python can."""
     if len(positions) == 0:

@@ -225,6 +225,10 @@ def _compile_passed(passed: Passed, inputs: Sequence[Any], graph: CapturedGraph)
             from omnicomp.backend.select.choose import choose
 
             chosen = choose(lifted.module, lifted.inputs, graph)
+        if graph.policy.numerics == "eager" and graph.training:  # where no weights are lifted
+            from omnicomp.backend.gradient_order import spread_readers
+
+            lifted = spread_readers(lifted.module, lifted.inputs)
         compiled = compile_parts(lifted.module, lifted.inputs, chosen)
         if saving.is_bundled():
             events, repairs = passed.events, passed.traced_under
