@@ -125,11 +125,21 @@ def one_operator(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tu
 
 
 def layouts(*inputs: Tensor) -> list[tuple[Tensor, ...]]:
-    """The numbers contiguous, transposed, and some of them, of a length that is no multiple of a vector's."""
+    """The numbers contiguous, transposed, and some of them, of a length that is no multiple of a vector's.
+
+    Then each pair of zeros, ones, infinities, NaN and the smallest numbers, in vectors, and one by one: code for what
+    is left beside vectors may order zeros otherwise.
+    """
+    tiny = torch.finfo(inputs[0].dtype).tiny if inputs[0].is_floating_point() else 2
+    special = torch.tensor([0.0, -0.0, 1, -1, float("inf"), -float("inf"), float("nan"), tiny, -tiny])
+    special = (special if inputs[0].is_floating_point() else torch.tensor([0, 1, -1, 2, -2])).to(inputs[0].dtype)
+    pairs = torch.cartesian_prod(special, special).unbind(-1)[: len(inputs)]
     return [
         inputs,
         tuple(x.reshape(-1, 128).t() for x in inputs),
         tuple(x[torch.randperm(len(x))[:1003]] for x in inputs),
+        tuple(x.repeat(16) for x in pairs),
+        tuple(x.repeat_interleave(3).reshape(-1, 3)[:, :2] for x in pairs),
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from omnicomp.analysis.accuracy import differences
 from omnicomp.lowerings.exact import called_by_code, has_external_kernel, inexact
 
 FLOATS = torch.randn(4, 4)
@@ -87,3 +88,19 @@ def test_generated_code_calls_operators_of_torchs_own_without_effects(
 def test_sizes_of_sizes_are_no_reason_to_leave_the_graph() -> None:
     graph = make_fx(lambda x: x.new_zeros(x.shape[0] * 2), tracing_mode="symbolic")(FLOATS).graph
     assert all(inexact(node, "inductor") is None for node in graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_and_nan_keep_eagers_bits_beside_vectors(dtype: torch.dtype) -> None:
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), float("nan")], dtype=dtype)
+    pairs = torch.cartesian_prod(special, special).unbind(-1)
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        both = [torch.maximum, torch.minimum, torch.fmax, torch.fmin, torch.clamp_min, torch.clamp_max, torch.copysign]
+        return [*(f(x, y) for f in both), torch.relu(x), x.abs() * y, x.clamp_min(0), -x + y, x.where(x > y, y)]
+
+    for x, y in (pairs, tuple(each.repeat(16) for each in pairs)):
+        torch.compiler.reset()
+        found = torch.compile(function, backend="omni", options={"numerics": "eager", "verify": "off"})(x, y)
+        assert not differences(found, function(x, y))
