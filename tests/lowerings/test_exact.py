@@ -91,7 +91,7 @@ def test_sizes_of_sizes_are_no_reason_to_leave_the_graph() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_and_nan_keep_eagers_bits_beside_vectors(dtype: torch.dtype) -> None:
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), float("nan")], dtype=dtype)
     pairs = torch.cartesian_prod(special, special).unbind(-1)
