@@ -131,8 +131,7 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("swapped", "bias"), [(False, False), (True, True)])
 @pytest.mark.parametrize("halves", HALVES.values(), ids=HALVES)
 def test_halves_of_one_layer_are_a_gate(halves, swapped, bias):
     def function(x, weight, bias):
