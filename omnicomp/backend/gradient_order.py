@@ -22,7 +22,7 @@ from omnicomp.backend.saved import State, state_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
+class SplitUses:
     """A graph whose readers take views of their inputs.
 
     Attributes:
@@ -37,10 +37,10 @@ class Spread:
 
     def followed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs without the views."""
-        return _Readers(compiled, self.sources).__call__ if self.sources else compiled
+        return _WithViews(compiled, self.sources).__call__ if self.sources else compiled
 
 
-def spread_readers(module: GraphModule, inputs: Sequence[Any]) -> Spread:
+def split_uses(module: GraphModule, inputs: Sequence[Any]) -> SplitUses:
     """Give the readers of a graph that will be differentiated views, but for the latest reader of each input.
 
     Inputs that the graph writes to or returns stay as they are, and so do those that wrap other tensors.
@@ -49,8 +49,8 @@ def spread_readers(module: GraphModule, inputs: Sequence[Any]) -> Spread:
         module: a graph in front of autograd, which stays as it is.
         inputs: real or fake, one a placeholder.
     """
-    if not any(map(_several, _placeholders(module))):
-        return Spread(module=module, inputs=inputs)
+    if not any(map(_used_several_times, _placeholders(module))):
+        return SplitUses(module=module, inputs=inputs)
     from omnicomp.passes.dtypes.analysis import changed_storages, storages
 
     # Dynamo reads the inputs of its graph again after the backend.
@@ -62,42 +62,42 @@ def spread_readers(module: GraphModule, inputs: Sequence[Any]) -> Spread:
     order = {node: place for place, node in enumerate(module.graph.nodes)}  # users are in another one in a copy
     last, sources, views = nodes[-1], list[int](), list[Any]()
     for place, node in enumerate(nodes):
-        if not _several(node) or storages(node) & kept:
+        if not _used_several_times(node) or storages(node) & kept:
             continue
         # In the order in which their gradients come: of one reader, that of the first operand first.
         users = sorted(node.users, key=order.__getitem__, reverse=True)
-        readers = [(user, at) for user in users for at in range(_reads(user, node))]
+        readers = [(user, at) for user in users for at in range(_count_uses(user, node))]
         made: dict[tuple[Node, int], Node] = {}
         for count, reader in enumerate(reversed(readers[1:])):
-            last = add_placeholder(last, f"{node.name}_reader_{count}", node, evaluate(_view, (node,), {}))
+            last = add_placeholder(last, f"{node.name}_use_{count}", node, evaluate(_view, (node,), {}))
             made[reader] = last
             sources.append(place)
             views.append(_view(inputs[place]))
         for user in users:
-            _reread(user, node, [made.get((user, at), node) for at in range(_reads(user, node))])
+            _replace_uses(user, node, [made.get((user, at), node) for at in range(_count_uses(user, node))])
     module.recompile()
-    return Spread(module=module, inputs=[*inputs, *views], sources=tuple(sources))
+    return SplitUses(module=module, inputs=[*inputs, *views], sources=tuple(sources))
 
 
 def _placeholders(module: GraphModule) -> list[Node]:
     return list(module.graph.find_nodes(op="placeholder"))
 
 
-def _several(node: Node) -> bool:
+def _used_several_times(node: Node) -> bool:
     """Whether several operands of the graph's operators are an input that a gradient is asked for."""
     value = fake_value(node)
     if not isinstance(value, Tensor) or not value.requires_grad or is_subclass(value):
         return False
-    return sum(_reads(user, node) for user in node.users) > 1
+    return sum(_count_uses(user, node) for user in node.users) > 1
 
 
-def _reads(user: Node, node: Node) -> int:
+def _count_uses(user: Node, node: Node) -> int:
     found: list[Node] = []
     map_arg((user.args, user.kwargs), lambda each: found.append(each) if each is node else None)
     return len(found)
 
 
-def _reread(user: Node, node: Node, values: Sequence[Node]) -> None:
+def _replace_uses(user: Node, node: Node, values: Sequence[Node]) -> None:
     """Let an operator read these in the place of a node, operand by operand."""
     left = iter(values)
     user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: next(left) if each is node else each)
@@ -108,15 +108,15 @@ def _view(value: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _SavedReaders(State):
+class _SavedWithViews(State):
     target: State
     sources: tuple[int, ...]
 
     def restore(self, id: str) -> Callable[..., Any]:
-        return _Readers(self.target.restore(id), self.sources).__call__
+        return _WithViews(self.target.restore(id), self.sources).__call__
 
 
-class _Readers:
+class _WithViews:
     """Calls a compiled graph with views of its inputs."""
 
     def __init__(self, target: Callable[..., Any], sources: tuple[int, ...]) -> None:
@@ -124,7 +124,7 @@ class _Readers:
 
     def saved_state(self) -> State:
         """What it is restored from."""
-        return _SavedReaders(target=state_of(self._target), sources=self._sources)
+        return _SavedWithViews(target=state_of(self._target), sources=self._sources)
 
     def __call__(self, *args: Any) -> Any:
         return self._target(*args, *[_view(args[place]) for place in self._sources])

@@ -226,9 +226,9 @@ def _compile_passed(passed: Passed, inputs: Sequence[Any], graph: CapturedGraph)
 
             chosen = choose(lifted.module, lifted.inputs, graph)
         if graph.policy.numerics == "eager" and graph.training:  # where no weights are lifted
-            from omnicomp.backend.gradient_order import spread_readers
+            from omnicomp.backend.gradient_order import split_uses
 
-            lifted = spread_readers(lifted.module, lifted.inputs)
+            lifted = split_uses(lifted.module, lifted.inputs)
         compiled = compile_parts(lifted.module, lifted.inputs, chosen)
         if saving.is_bundled():
             events, repairs = passed.events, passed.traced_under

@@ -265,7 +265,7 @@ class FewRows(Pass):
                 if call := self._replaced(early[at : at + _LAYERS], budget):
                     made.append(call)
         for call in made:
-            parts = _take_in(call, changed, scopes) if call.rows == 1 else []
+            parts = _absorb(call, changed, scopes) if call.rows == 1 else []
             rows, layers = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((call.rows, "row"), (call.layers, "layer")))
             detail = ", ".join((rows, layers, *parts))
             for node in call.results:
@@ -292,7 +292,7 @@ class FewRows(Pass):
         made = insert_call(layers[0].node, LINEARS, (x, weights, biases))
         results = [layer.node for layer in layers]
         for at, node in enumerate(results):
-            _become(node, made, at)
+            _make_result(node, made, at)
         return _Call(made, rows, len(layers), timed, results)
 
 
@@ -307,16 +307,16 @@ class _Call:
     results: list[Node]
 
 
-def _become(node: Node, call: Node, at: int) -> None:
+def _make_result(node: Node, call: Node, at: int) -> None:
     """Let a node be one of the results of a call."""
     node.op, node.target, node.args, node.kwargs = "call_function", operator.getitem, (call, at), {}
     node.meta[SAME_VALUE] = True
 
 
-def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
+def _absorb(call: _Call, changed: set[int], scopes: Any) -> list[str]:
     """Let a call for one row compute what is around its layers, which is told by name."""
-    from omnicomp.passes.around_linears import addend_of, gate_of, halves_of, norm_of
     from omnicomp.passes.dtypes.analysis import storages
+    from omnicomp.passes.few_rows_patterns import addend_of, gate_of, halves_of, norm_of
 
     x, weights, biases = cast(Any, call.node.args)
     layers = call.results
@@ -343,7 +343,7 @@ def _take_in(call: _Call, changed: set[int], scopes: Any) -> list[str]:
     read = (norm.x, weights, biases, norm.gain, norm.offset, norm.eps) if norm else (x, weights, biases, None, 0.0, 0.0)
     made = insert_call(last, LINEARS, (*read, added[1] if added else None, gated[3] if gated else ""))
     if gated or added:
-        _become(last, made, 0)
+        _make_result(last, made, 0)
         call.results = [last]
     else:
         call.node.replace_all_uses_with(made)

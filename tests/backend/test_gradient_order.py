@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omnicomp.backend.gradient_order import Spread, spread_readers
+from omnicomp.backend.gradient_order import SplitUses, split_uses
 from omnicomp.backend.saved import State, put_state, state_of
 
 SIZE = 4096
@@ -80,7 +80,7 @@ def test_gradients_are_added_as_in_eager(function, shapes, lowering):
 
 
 def test_without_views_they_are_not(monkeypatch):
-    monkeypatch.setattr("omnicomp.backend.gradient_order._several", lambda node: False)
+    monkeypatch.setattr("omnicomp.backend.gradient_order._used_several_times", lambda node: False)
     assert differing(two_graphs, SIZE, lowerings=["eager"])
 
 
@@ -126,12 +126,12 @@ def test_the_latest_reader_reads_the_input_itself():
     module.graph.find_nodes(op="placeholder")[0].meta["example_value"] = w
     for node in module.graph.nodes:
         node.meta.setdefault("example_value", w * 1)
-    found = spread_readers(module, [w])
+    found = split_uses(module, [w])
     assert found.sources == (0, 0)
     code = found.module.code
-    assert "w * w_reader_1" in code
-    assert "w_reader_0.sin()" in code
-    assert "reader" not in module.code
+    assert "w * w_use_1" in code
+    assert "w_use_0.sin()" in code
+    assert "_use_" not in module.code
     assert torch.equal(found.followed(found.module)(w), module(w))
 
 
@@ -143,6 +143,6 @@ class _Doubling(State):
 def test_a_function_that_is_saved_is_restored_with_its_views():
     compiled = _Doubling().restore("g0")
     put_state(compiled, _Doubling)
-    call = Spread(module=torch.fx.symbolic_trace(lambda w: w), inputs=[], sources=(0, 0)).followed(compiled)
+    call = SplitUses(module=torch.fx.symbolic_trace(lambda w: w), inputs=[], sources=(0, 0)).followed(compiled)
     for each in (call, state_of(call).restore("g0")):
         assert torch.equal(each(torch.ones(2)), torch.full((2,), 3.0))

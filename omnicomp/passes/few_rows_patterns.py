@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from omnicomp.analysis.nodes import fake_value, op_name
 from omnicomp.passes.attention.nodes import active_dropout
+from omnicomp.passes.dtypes.operators import is_cast
 
-_CASTS: Final = frozenset(f"Tensor.{name}" for name in ("to", "float", "half", "bfloat16", "type", "type_as"))
 _PRODUCTS: Final = frozenset("operator.mul torch.mul Tensor.mul".split())
 _SUMS: Final = frozenset("operator.add torch.add Tensor.add".split())
 _QUOTIENTS: Final = frozenset("operator.truediv torch.div Tensor.div".split())
@@ -38,12 +38,12 @@ class Norm:
 
 def norm_of(node: Node) -> Norm | None:
     """The RMSNorm that a node is the result of, whatever is cast on the way; None for all else."""
-    while (whole := _whole(node := _uncast(node))) is not None:
+    while (whole := _unsliced(node := _uncast(node))) is not None:
         node = whole
     if op_name(node) in _RMS_NORMS:
         found = _called(node)
     else:
-        found = next(filter(None, (_scaled(gain, x) for gain, x in _pairs(node, _PRODUCTS))), None)
+        found = next(filter(None, (_scaled(gain, x) for gain, x in _operands(node, _PRODUCTS))), None)
     if found is None:
         return None
     x, gain = fake_value(found.x), fake_value(found.gain)
@@ -62,7 +62,7 @@ def gate_of(first: Node, second: Node) -> tuple[Node, Node, Node, str] | None:
         if active is None or product is None or _only_user(active) is not product:
             continue
         name = _activation(active)
-        if name and active.args == (gate,) and any(pair == (active, factor) for pair in _pairs(product, _PRODUCTS)):
+        if name and active.args == (gate,) and any(pair == (active, factor) for pair in _operands(product, _PRODUCTS)):
             return product, gate, factor, name
     return None
 
@@ -98,7 +98,7 @@ def addend_of(node: Node) -> tuple[Node, Node] | None:
         node, total = total, _only_user(total)
     if total is None:
         return None
-    for mine, other in _pairs(total, _SUMS):
+    for mine, other in _operands(total, _SUMS):
         if mine is node and isinstance(other, Node) and other is not node:
             same = [fake_value(each) for each in (node, other, total)]
             dense = all(map(_is_dense, same)) and len({(each.shape, each.dtype) for each in same}) == 1
@@ -121,7 +121,7 @@ def _scaled(gain: Any, x: Any) -> Norm | None:
     if not isinstance(gain, Node) or not isinstance(x, Node) or (found := _normalised(_uncast(x))) is None:
         return None
     gain, offset = _uncast(gain), 0.0
-    for number, other in _pairs(gain, _SUMS):
+    for number, other in _operands(gain, _SUMS):
         if isinstance(number, int | float) and isinstance(other, Node):
             gain, offset = _uncast(other), float(number)
             break
@@ -130,13 +130,13 @@ def _scaled(gain: Any, x: Any) -> Norm | None:
 
 def _normalised(node: Node) -> tuple[Node, float] | None:
     """`x` and `eps` of `x * rsqrt(mean(x²) + eps)`, however it is spelt."""
-    for x, scale in _pairs(node, _PRODUCTS):
+    for x, scale in _operands(node, _PRODUCTS):
         if isinstance(x, Node) and isinstance(scale, Node):
             name, given = op_name(scale), scale.args
             inverse = name in ("torch.rsqrt", "Tensor.rsqrt") or (name in _POWERS and given[1:] == (-0.5,))
             if inverse and (eps := _mean_square(given[0], x)) is not None:
                 return _uncast(x), eps
-    for x, scale in _pairs(node, _QUOTIENTS, ordered=True):
+    for x, scale in _operands(node, _QUOTIENTS, ordered=True):
         if isinstance(x, Node) and isinstance(scale, Node):
             name, given = op_name(scale), scale.args
             root = name in ("torch.sqrt", "Tensor.sqrt") or (name in _POWERS and given[1:] == (0.5,))
@@ -147,7 +147,7 @@ def _normalised(node: Node) -> tuple[Node, float] | None:
 
 def _mean_square(node: Any, x: Node) -> float | None:
     """`eps` of the mean of the squares of `x` over its last dimension, plus `eps`."""
-    for mean, eps in _pairs(node, _SUMS):
+    for mean, eps in _operands(node, _SUMS):
         if not isinstance(mean, Node) or not isinstance(eps, float) or op_name(mean) not in _MEANS:
             continue
         given = dict(zip(("input", "dim", "keepdim"), mean.args, strict=False)) | dict(mean.kwargs)
@@ -156,8 +156,8 @@ def _mean_square(node: Any, x: Node) -> float | None:
         if not last or given.get("keepdim") is not True or given.keys() - {"input", "dim", "keepdim"}:
             continue
         square: Any = given["input"]
-        bases = [pair[0] for pair in _pairs(square, _POWERS, ordered=True) if pair[1] == 2]
-        bases += [pair[0] for pair in _pairs(square, _PRODUCTS) if pair[0] is pair[1]]
+        bases = [pair[0] for pair in _operands(square, _POWERS, ordered=True) if pair[1] == 2]
+        bases += [pair[0] for pair in _operands(square, _PRODUCTS) if pair[0] is pair[1]]
         if isinstance(square, Node) and op_name(square) in ("torch.square", "Tensor.square"):
             bases.append(square.args[0])
         if any(isinstance(base, Node) and _uncast(base) is _uncast(x) for base in bases):
@@ -174,7 +174,7 @@ def _activation(node: Node) -> str:
     return ""
 
 
-def _pairs(node: Any, names: frozenset[str], *, ordered: bool = False) -> Iterator[tuple[Any, Any]]:
+def _operands(node: Any, names: frozenset[str], *, ordered: bool = False) -> Iterator[tuple[Any, Any]]:
     """Both operands of a node that is one of these operators, in either order."""
     if isinstance(node, Node) and op_name(node) in names and len(node.args) == 2 and not node.kwargs:
         first, second = node.args
@@ -185,7 +185,7 @@ def _pairs(node: Any, names: frozenset[str], *, ordered: bool = False) -> Iterat
 
 def _uncast(node: Node) -> Node:
     """What a node was before it was cast between floating dtypes."""
-    while op_name(node) in _CASTS and isinstance(given := node.args[0], Node):
+    while is_cast(node) and isinstance(given := node.args[0], Node):
         before, after = fake_value(given), fake_value(node)
         if not all(isinstance(each, Tensor) and each.dtype.is_floating_point for each in (before, after)):
             break
@@ -195,7 +195,7 @@ def _uncast(node: Node) -> Node:
     return node
 
 
-def _whole(node: Node) -> Node | None:
+def _unsliced(node: Node) -> Node | None:
     """What a node takes all of by slices, such as `x[:, -1:]` of one row; None if it is no such slice."""
     given: Any = node.args[0] if op_name(node) == "operator.getitem" else None
     if not isinstance(given, Node) or not isinstance(fake_value(given), Tensor):
