@@ -120,15 +120,19 @@ def _size(name: str, device: str, *, quick: bool) -> Size:
     return _GPU_SIZES[name] if device == "cuda" else SIZES["cpu"]
 
 
-def _case(row: Row, size: Size, settings: Settings) -> Case:
-    with torch.device(settings.device):  # random weights are made where they are used
-        if row.model in BUILDERS:
+def built(model: str, size: Size, device: str) -> Case:
+    """A model of `bench_attention.py` in float32, with random weights, and its inputs."""
+    with torch.device(device):  # random weights are made where they are used
+        if model in BUILDERS:
             torch.manual_seed(0)
-            case = BUILDERS[row.model](size)
-            case = dataclasses.replace(case, model=case.model.eval())
-        else:
-            SIZES["attention"] = size
-            case = build(row.model, "attention")
+            case = BUILDERS[model](size)
+            return dataclasses.replace(case, model=case.model.eval())
+        SIZES["attention"] = size
+        return build(model, "attention")
+
+
+def _case(row: Row, size: Size, settings: Settings) -> Case:
+    case = built(row.model, size, settings.device)
     mask = case.inputs.get("attention_mask")
     if mask is not None and not row.padded:
         case.inputs["attention_mask"] = torch.ones_like(mask)

@@ -1,14 +1,15 @@
 """Which graphs wait for the host, and what would recording them as CUDA graphs save? For a device with CUDA.
 
-    python bench/bench_launches.py [--only unet one train] [--json FILE]
+    python bench/bench_launches.py [--only unet one train vit-1] [--json FILE]
 
 For each model: the time of its kernels alone (by torch's profiler), the time that the host takes to launch them, and
 the wall time of a call, compiled by omni without recordings, with `cudagraphs="auto"`, the same without its bound on
-memory, and by Inductor with `mode="reduce-overhead"`; and which parts were recorded or why not, with the memory that
-recordings hold.
+memory, and by Inductor, also with `mode="reduce-overhead"`; and which parts were recorded or why not, with the memory
+that recordings hold.
 """
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -16,12 +17,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from attention_builders import SIZES as SIZES_OF_MORE
+from attention_models import built
 from bench_host import Blocks
+from bench_models import GPU_SIZES
 from harness import add_common_arguments, interleave, kernel_seconds, machine, markdown_table, wait_for_turn
 from torch import nn
 
 import omnicomp
 from omnicomp.audit.views.rows import recording_line
+from omnicomp.testing.models import Case
 from omnicomp.timeline import CudaGraph
 
 
@@ -38,11 +43,39 @@ def layers(*, training: bool, batch: int, tokens: int) -> tuple[nn.Module, tuple
     return model.train(training), (torch.randn(batch, tokens, 768).cuda().bfloat16(),), training
 
 
+class Published(nn.Module):
+    """A model of transformers that takes its inputs by place, and returns one tensor."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model, self.names, self.output = case.model, [*case.inputs], case.output
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The output of the case."""
+        return self.output(self.model(**dict(zip(self.names, inputs, strict=True))))
+
+
+def published(
+    name: str, *, batch: int, training: bool = False, **sizes: int
+) -> tuple[nn.Module, tuple[torch.Tensor, ...], bool]:
+    """A model of `bench_attention.py` in bfloat16, for a batch of its own."""
+    size = dataclasses.replace({**GPU_SIZES, **SIZES_OF_MORE}[name], batch=batch, **sizes)
+    case = built(name, size, "cuda").to("cuda", torch.bfloat16)
+    return Published(case).train(training), tuple(case.inputs.values()), training
+
+
+BERT_BASE: Final = {"width": 768, "heads": 12, "length": 128}
+
 MODELS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...], bool]]]] = {
     "unet": unet,
     "one": lambda: layers(training=False, batch=1, tokens=128),
     "large": lambda: layers(training=False, batch=32, tokens=512),
     "train": lambda: layers(training=True, batch=4, tokens=128),
+    "swin-1": lambda: published("swin", batch=1),
+    "swin-8": lambda: published("swin", batch=8),
+    "vit-1": lambda: published("vit", batch=1),
+    "vit-8": lambda: published("vit", batch=8),
+    "bert-train": lambda: published("bert", batch=4, training=True, **BERT_BASE),
 }
 
 
@@ -86,9 +119,9 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     auto = caller(name, backend="omni", options={"cudagraphs": "auto"})
     told = [event for event in omnicomp.timeline.events() if isinstance(event, CudaGraph)]
     free = caller(name, backend="omni", options={"cudagraphs": "auto", "cudagraphs_bytes": 2**34})
-    recorded = caller(name, mode="reduce-overhead")
+    rivals = {"inductor": caller(name), "reduce-overhead": caller(name, mode="reduce-overhead")}
     wait_for_turn("cuda")
-    candidates = {"omni": plain, "auto": auto, "auto, 16 GB": free, "reduce-overhead": recorded}
+    candidates = {"omni": plain, "auto": auto, "auto, 16 GB": free, **rivals}
     wall = interleave(candidates, rounds=rounds, seconds=0.2, device="cuda")
     return {
         "model": name,

@@ -1,5 +1,6 @@
 """The Inductor lowering: takes everything on a device that Inductor generates code for."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ class InductorLowering:
         static = () if found is None else kwargs.get("static_input_idxs", ())
         kwargs.update(cudagraphs=compile_fx.cudagraphs_box(found is not None), static_input_idxs=static)
         lookups: list[Lookup] = []
-        with compile_fx.subgraph_context(inputs):
+        with compile_fx.subgraph_context(inputs), _combined(module, context):
             compiled = compile_fx.compile_part(module, inputs, "", lookups, found=found, **kwargs)
         result = executable(compiled)
         result.recordable = next(iter(found or ()), None)
@@ -79,9 +80,20 @@ class InductorLowering:
             cast_together(module.graph)
         lookups: list[Lookup] = []
         found: list[Recordable] | None = [] if context.records else None
-        compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, found, **context.inductor_kwargs)
+        kwargs = context.inductor_kwargs
+        with _combined(module, context):
+            compiled = compile_fx.compile_part(module, inputs, record, lookups, fallback, found, **kwargs)
         recordable = next(iter(found or ()), None)
         return dataclasses.replace(whole_executable(compiled), lookups=tuple(lookups), recordable=recordable)
+
+
+def _combined(module: GraphModule, context: LoweringContext) -> contextlib.AbstractContextManager[None]:
+    """Inside, small kernels of a graph that is bound by launches are combined, unless the user sets `combo_kernels`."""
+    if context.device.type != "cuda" or "combo_kernels" in context.policy.inductor:
+        return contextlib.nullcontext()
+    from omnicomp._torch.inductor.combos import combined  # needs Inductor's scheduler
+
+    return combined(module)
 
 
 def _decomposed(module: GraphModule, inputs: Sequence[Any], context: LoweringContext) -> GraphModule:

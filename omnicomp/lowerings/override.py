@@ -29,24 +29,6 @@ def override_of(node: Node) -> Override | None:
     return next((item for item in registered() if node.target in item.operators), None)
 
 
-def reference_of(node: Node) -> Callable[..., Any] | None:
-    """The reference of a call of an override, as a function of the call's arguments.
-
-    None for other nodes, and where it is not known any more, as in a graph that comes from a cache.
-    """
-    item = override_of(node)
-    if item is None or node.target not in (item.operators[0], *(item.operators if item.form == "pattern" else ())):
-        return None
-    if item.reference is not None:
-        return item.reference
-    if item.form == "operator":
-        return item.op
-    from omnicomp.lowerings.overrides.tag import matched_block
-
-    block = matched_block(item, node)
-    return block.function if block is not None else None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCall:
     """A call of an override in a graph, and its reference."""

@@ -168,6 +168,7 @@ class Recording:
         self._integers: tuple[int, ...] | None = None
         self._thread = 0  # the one whose call uses the recordings now
         self._addresses: tuple[int, ...] = ()
+        self._saved: int | None = None  # index of an input of a backward that its forward left in the pool
         recordable.surround(self._piece, self._around)
 
     def _piece(self, index: int, plain: Boxed) -> Boxed:
@@ -290,12 +291,16 @@ class Recording:
 
     def _can_follow(self, recorder: Recorder, inputs: list[Any]) -> bool:
         """Whether what a backward gets lies where it did: in the pool, since its forward was replayed, or unmoved."""
+        saved = inputs[self._saved] if self._saved is not None else None
+        if isinstance(saved, torch.Tensor) and recorder.owns(saved.untyped_storage().data_ptr()):
+            return True
         addresses: list[int] = []
         for index in self._recordable.static:
             value = inputs[index]
             if isinstance(value, torch.Tensor):
                 address = value.untyped_storage().data_ptr()
                 if recorder.owns(address):
+                    self._saved = index
                     return True
                 addresses.append(address)
         before, self._addresses = self._addresses, tuple(addresses)

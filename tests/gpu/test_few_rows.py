@@ -1,9 +1,12 @@
 """On a CUDA device: layers of few rows and attention of few queries take their kernels, and are as near as eager."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from recorded import events
+from torch._inductor.utils import run_and_get_code
 
 from omnicomp.devices import resolve_device
 from omnicomp.devices.limits import limits
@@ -158,6 +161,31 @@ def test_a_step_takes_the_kernels_and_waits_for_nothing(mode: str | None) -> Non
     made = [event.target for event in events(Rewrite)]
     assert made.count("omnicomp::linears_of_few_rows") == 5  # q, k, v; gate and up; down
     assert made.count("omnicomp::attention_of_few_queries") == 1
+
+
+def test_what_is_small_in_a_step_is_combined() -> None:
+    block, x, at = Block(), random(1, 1, 512), torch.tensor([5], device="cuda")
+    for name in "abc":  # as the positions of caches
+        block.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cuda"))
+
+    def step(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        for counter in (block.a, block.b, block.c):
+            at = at + counter
+            x = block(x, at)
+            counter.add_(1)
+        return x
+
+    with torch.no_grad():
+        eager = step(x, at)
+        for each in block.buffers():
+            each.zero_()
+        found, code = run_and_get_code(torch.compile(step, backend="omni"), x, at)
+    torch.testing.assert_close(found, eager, atol=0.05, rtol=0.05)
+    assert [int(each) for each in (block.a, block.b, block.c)] == [1, 1, 1]
+    launches = re.findall(r"triton_(\w+?)_\d+\.run\(", "".join(code))
+    # All counters are written by one launch.
+    assert "for_fused" in launches, launches
+    assert not any(name.startswith("poi_fused_add_copy") for name in launches), launches
 
 
 def test_limits_are_measured_once() -> None:

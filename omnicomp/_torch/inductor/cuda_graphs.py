@@ -57,6 +57,7 @@ class Trees(CUDAGraphTreeManager):
         self._thread: weakref.ref[threading.Thread] | None = None
         self._used_on = torch.cuda.current_stream(device_index)
         self._recording = False
+        self._copied: set[FunctionID] = set()  # whose outputs are all copied when they return
 
     def can_start_new_generation(self) -> bool:
         """Never: a tree ends when nothing of it is held."""
@@ -96,6 +97,8 @@ class Trees(CUDAGraphTreeManager):
         )
         self.id_to_mode[id] = _MODES[piece.part]
         self.id_to_compile_id[id] = None
+        if piece.part == "backward" and piece.whole:
+            self._copied.add(id)
         run = functools.partial(self.run, function_id=id)
 
         def call(inputs: list[Any]) -> Sequence[Any]:
@@ -122,7 +125,7 @@ class Trees(CUDAGraphTreeManager):
             outputs = super().record_function(new_inputs, function_id)
         self._recording = False
         if isinstance(self.current_node, CUDAGraphNode):
-            _hold_what_autograd_holds(self.current_node)
+            _hold_what_autograd_holds(self.current_node, copied=function_id in self._copied)
         self._note()
         return outputs
 
@@ -169,13 +172,19 @@ class Trees(CUDAGraphTreeManager):
         return event
 
 
-def _hold_what_autograd_holds(node: CUDAGraphNode) -> None:
+def _hold_what_autograd_holds(node: CUDAGraphNode, *, copied: bool) -> None:
     """Have a recording's tensors live as long as autograd saves them.
 
     Torch, 2.11 and 2.13, takes a reference of C++'s for its own, so that a tensor that nobody but autograd holds is
     dead to it. That does no harm to generations, which end whoever holds their tensors.
+
+    Args:
+        node: the recording, which was just made.
+        copied: whether nobody can hold its own outputs, as they are all copied, so that it need not be asked.
     """
     made = weakref.ref(node)
+    own = len(node.path_weakrefs) - 1
+    asked = [(depth, index) for depth, index in node.live_indices_after_graph if not (copied and depth == own)]
 
     def initialize() -> None:
         found = made()
@@ -187,9 +196,7 @@ def _hold_what_autograd_holds(node: CUDAGraphNode) -> None:
 
     def all_dead() -> bool:
         found = made()
-        return found is None or all_are_dead(
-            found.path_weakrefs[depth][index] for depth, index in found.live_indices_after_graph
-        )
+        return found is None or all_are_dead(found.path_weakrefs[depth][index] for depth, index in asked)
 
     node._initialize_cached_tensors = initialize  # type: ignore[method-assign]
     node.all_outputs_are_dead = all_dead  # type: ignore[method-assign]

@@ -15,11 +15,14 @@ _ALLOCATE: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 
 
 class PoolCopies:
-    """Makes the copies for the calls of one graph; while its outputs lie where they did, it is known what to copy."""
+    """Makes the copies for the calls of one graph with one combination of sizes.
+
+    What lies where it did in the call before has the same layout, and it is known what to copy.
+    """
 
     def __init__(self) -> None:
         """Begin without any knowledge of the outputs."""
-        self._places: list[Any] = []
+        self._places: list[int] = []
         self._plan: _Plan | None = None
 
     def copy_out(self, outputs: list[Any], visible: Iterable[int], owns: Callable[[int], bool]) -> int:
@@ -34,7 +37,7 @@ class PoolCopies:
             The bytes that were copied.
         """
         tensors = [(index, outputs[index]) for index in visible if isinstance(outputs[index], torch.Tensor)]
-        places = [(index, value.data_ptr(), value.shape, value.stride()) for index, value in tensors]
+        places = [value.data_ptr() for _, value in tensors]
         if self._plan is None or places != self._places:
             self._places, self._plan = places, _Plan(tensors, owns)
         with torch.no_grad():

@@ -39,6 +39,7 @@ class Piece:
     mutated: tuple[int, ...]
     constants: tuple[torch.Tensor, ...]
     placeholders: tuple[Any, ...]
+    whole: bool = False  # whether it is all of its graph
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -136,6 +137,7 @@ def _recordable(compiled: CompiledFxGraph, visible: int, constants: Mapping[str,
             mutated=tuple(each.mutated_input_idxs),
             constants=tuple(value for value in each.constants.values() if value.is_cuda),
             placeholders=tuple(each.placeholders),
+            whole=len(metadata) == 1,
         )
         for each in metadata
     ]

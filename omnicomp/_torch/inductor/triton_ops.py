@@ -120,6 +120,7 @@ def _lowered(plan: Callable[..., Plan], args: Sequence[Any]) -> list[Any]:
     boxes: dict[int, Any] = {}
     for fake, box in zip(leaves, tree_leaves(list(args)), strict=True):
         if isinstance(fake, torch.Tensor):
+            box.realize()  # once; what is not yet in memory would be computed again for each launch that reads it
             boxes[id(fake)] = ir.ExternKernel.require_exact_strides(box, fake.stride())
     made: dict[Buffer, Any] = {}
     empty: Any = lowerings[torch.ops.aten.empty_strided.default]

@@ -7,8 +7,8 @@ lays the gradient out in one way, [B, H, Q, D] as a view of a dense [B, Q, H, D]
 dropout of -0.0 is none, and another key than 0.0.
 """
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -51,8 +51,6 @@ def _one_layout(original: Callable[..., Any]) -> Callable[..., Any]:
 _CHANGE: Final = Exchange(graph, "maybe_layout_constraints", _one_layout)
 
 
-@contextlib.contextmanager
-def one_layout_of_gradients() -> Generator[None]:
+def one_layout_of_gradients() -> AbstractContextManager[None]:
     """Inside, Inductor gives cuDNN's backward gradients of one layout, and plans that nothing else takes."""
-    with _CHANGE if NEEDED.here else contextlib.nullcontext():
-        yield
+    return NEEDED.exchanging(_CHANGE)

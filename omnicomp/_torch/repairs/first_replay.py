@@ -6,8 +6,8 @@ work holds the zeros up, as on a GPU that several processes share, they are writ
 of offset 0. It happened to one recording of 75 beside two more processes. The program's stream waits here.
 """
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -33,6 +33,6 @@ def _waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
 _RECORD: Final = Exchange(CUDAGraphNode, "_record", _waited_for)
 
 
-def first_replay_waits() -> contextlib.AbstractContextManager[None]:
+def first_replay_waits() -> AbstractContextManager[None]:
     """While a graph is recorded: its first replay waits for what its recording launched."""
-    return _RECORD if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_RECORD)

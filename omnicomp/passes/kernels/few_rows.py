@@ -107,7 +107,7 @@ def one_row(
 @triton.jit
 def _rows(
     x, w, bias, o, block, M, N,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, 16)
     n = block * BN + tl.arange(0, BN)
@@ -115,7 +115,11 @@ def _rows(
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         a = tl.load(x + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
-        b = tl.load(w + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+        at = w + n.to(tl.int64)[:, None] * K + k[None, :]
+        if EVEN:
+            b = tl.load(at, eviction_policy="evict_first")
+        else:
+            b = tl.load(at, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
         total += tl.dot(a, b.T)
     if BIAS:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -126,14 +130,14 @@ def _rows(
 def few_rows(
     x, w0, w1, w2, b0, b1, b2, o0, o1, o2,
     N0, N1, N2, M,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, LAYERS: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, LAYERS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """All rows of some outputs of one layer, at most 16."""
     at = tl.program_id(0)
     first, second = tl.cdiv(N0, BN), tl.cdiv(N1, BN)
     if LAYERS == 1 or at < first:
-        _rows(x, w0, b0, o0, at, M, N0, K, BN, BK, BIAS)
+        _rows(x, w0, b0, o0, at, M, N0, K, BN, BK, BIAS, EVEN)
     elif LAYERS == 2 or at < first + second:
-        _rows(x, w1, b1, o1, at - first, M, N1, K, BN, BK, BIAS)
+        _rows(x, w1, b1, o1, at - first, M, N1, K, BN, BK, BIAS, EVEN)
     else:
-        _rows(x, w2, b2, o2, at - first - second, M, N2, K, BN, BK, BIAS)
+        _rows(x, w2, b2, o2, at - first - second, M, N2, K, BN, BK, BIAS, EVEN)
