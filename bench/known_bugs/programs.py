@@ -1371,6 +1371,28 @@ def captured_default(compile: Compile) -> Any:
     return [f(made(offset), torch.zeros(3)) for offset in (1, 2, 3)]
 
 
+@bug(194976, "2.13")
+def bounds_that_change(compile: Compile) -> Any:
+    """From the third value of a float on, `clamp` goes on with the second one."""
+
+    @compile
+    def f(x: torch.Tensor, bound: float) -> torch.Tensor:
+        return torch.clamp(x, max=bound) * bound
+
+    return [f(_seeded(8), bound) for bound in (0.5, 0.75, 1.25)]
+
+
+@bug(197889, "2.14", closed=False)
+def eps_that_changes(compile: Compile) -> Any:
+    """From the third value of a float on, a norm goes on with the `eps` made of the second one."""
+
+    @compile
+    def f(x: torch.Tensor, s: float) -> torch.Tensor:
+        return F.rms_norm(x * s, (4,), eps=s + 1e-3)
+
+    return [f(_seeded(2, 4), s) for s in (0.5, 0.75, 1.25)]
+
+
 @bug(194329, "2.14", closed=False)
 def sum_under_autocast(compile: Compile) -> Any:
     """A sum in a graph of symbolic sizes runs under the caller's autocast."""

@@ -22,6 +22,8 @@ from omnicomp._torch.inductor.recordable import marked_inputs
 from omnicomp._torch.repairs import folded_nans
 from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.rounded_casts import casts_kept
+from omnicomp._torch.repairs.stale_floats import floats_current
+from omnicomp._torch.repairs.written_while_read import sources_kept
 from omnicomp.backend.capture import CapturedGraph
 from omnicomp.builder.cache_keys import verdict
 from omnicomp.builder.early_regions import EarlyRegions, call_regions
@@ -184,6 +186,8 @@ def _compile(
         traced_anew(),
         decompositions_mended(),
         casts_kept(),
+        sources_kept(),
+        floats_current(),
         activity("autograd", f"autograd of {graph.id}", shown=graph.policy.progress, graph=graph.id),
     ):
         if not by_inductor:

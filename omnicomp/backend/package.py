@@ -25,6 +25,7 @@ from omnicomp._torch.inductor.inlined import InlineError, has_symbolic_sizes, in
 from omnicomp._torch.repairs import checked_sizes, folded_nans
 from omnicomp._torch.repairs.decompositions import decompositions_mended
 from omnicomp._torch.repairs.rounded_casts import casts_kept
+from omnicomp._torch.repairs.written_while_read import sources_kept
 from omnicomp._torch.user_code import called_operator
 from omnicomp.analysis.accuracy import PRECISIONS, copy_of
 from omnicomp.analysis.nodes import all_nodes, op_name, source_line, submodules
@@ -383,7 +384,7 @@ def _built(
         "aot_inductor.package_constants_in_so": weights == "inside",
     }
     try:
-        with in_force(), decompositions_mended(), casts_kept():
+        with in_force(), decompositions_mended(), casts_kept(), sources_kept():
             begun = time.perf_counter()
             files = aoti.build(module, args, kwargs, options, seen)
     except SaveError:

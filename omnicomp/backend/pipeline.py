@@ -17,6 +17,7 @@ from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors, read_attributes
 from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
 from omnicomp._torch.repairs.encoder_sizes import put_fake_layer
+from omnicomp._torch.repairs.method_guards import guard_methods
 from omnicomp._torch.repairs.random_numbers import as_passed
 from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
@@ -89,6 +90,7 @@ def omni(
         end.state = "built" if wish is None else "saved"
         try:
             read_attributes(gm)
+            guard_methods()
             example_inputs = as_passed(gm, example_inputs)
             graph = capture_graph(gm, example_inputs, policy, options)
             end.graph = graph.id

@@ -22,6 +22,7 @@ from omnicomp.passes.repairs import (
     RepairAssertions,
     RepairDropout,
     RepairFirstCall,
+    RepairKeptSizes,
     RepairLosses,
     RepairOut,
     RepairReturnedInputs,
@@ -61,6 +62,7 @@ PIPELINE: Final[tuple[Pass, ...]] = (
     RepairTangents(),
     RepairReturnedInputs(),
     RepairUint8Resize(),
+    RepairKeptSizes(),
     RepairFirstCall(),
 )
 

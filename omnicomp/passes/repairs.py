@@ -6,7 +6,7 @@ another pass raised. Faults of Inductor, which sees no Dynamo graph, are repaire
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -18,7 +18,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.nn import _reduction
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.repairs import first_call, overlapping_tangents, returned_inputs, uint8_resize
+from omnicomp._torch.repairs import first_call, kept_sizes, overlapping_tangents, returned_inputs, uint8_resize
 from omnicomp._torch.repairs.needed import Needed
 from omnicomp.analysis.nodes import all_nodes, fake_value, op_name
 from omnicomp.passes.attention.nodes import kind
@@ -379,18 +379,34 @@ class RepairUint8Resize(_WhileTraced):
 
     def meets(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the graph resizes bytes."""
-        return any(_resizes_bytes(node) for node in all_nodes(module))
+        return any(value.dtype is torch.uint8 for value in _resized(module))
 
     def in_force(self) -> Any:
         """A context manager."""
         return uint8_resize.bytes_resized_by_kernels()
 
 
-def _resizes_bytes(node: Node) -> bool:
-    if node.op != "call_function" or not any(word in op_name(node) for word in ("interpolate", "upsample")):
-        return False
-    operands = (fake_value(operand) for operand in node.all_input_nodes)
-    return any(isinstance(v, Tensor) and v.dtype is torch.uint8 and v.device.type == "cpu" for v in operands)
+class RepairKeptSizes(_WhileTraced):
+    """Resizes images on CPUs as eager does where a factor leaves a size as it is, or doubles it."""
+
+    name: ClassVar[str] = "repair_kept_sizes"
+    needed: ClassVar[Needed] = kept_sizes.NEEDED
+
+    def meets(self, module: GraphModule, context: PassContext) -> bool:
+        """Whether the graph resizes anything."""
+        return any(True for _ in _resized(module))
+
+    def in_force(self) -> Any:
+        """A context manager."""
+        return kept_sizes.sizes_kept()
+
+
+def _resized(module: GraphModule) -> Iterator[Tensor]:
+    """The images on CPUs that a graph resizes."""
+    for node in all_nodes(module):
+        if node.op == "call_function" and any(word in op_name(node) for word in ("interpolate", "upsample")):
+            operands = (fake_value(operand) for operand in node.all_input_nodes)
+            yield from (v for v in operands if isinstance(v, Tensor) and v.device.type == "cpu")
 
 
 class RepairFirstCall(_WhileTraced):

@@ -12,7 +12,6 @@ from recorded import events
 import omnicomp
 from omnicomp.backend.options import policy_of
 from omnicomp.errors import OptionError, OverrideError
-from omnicomp.lowerings.override import reference_of
 from omnicomp.lowerings.overrides.registry import GROUP, broken, digest, registered, select, unregister
 from omnicomp.timeline import Option, Placement, Ran, Reason, Subgraph
 
@@ -218,15 +217,6 @@ def test_the_higher_priority_is_asked_first_and_what_it_refuses_goes_on(caplog: 
     finally:
         for name in ("first", "second", "high"):
             unregister(name)
-
-
-def test_an_operator_knows_its_reference() -> None:
-    declare([])
-    graph = torch.fx.Graph()
-    node = graph.call_function(torch.sin, (graph.placeholder("x"),))
-    assert reference_of(node) is None
-    node.target = next(item for item in registered() if item.name == NAME).operators[0]
-    assert reference_of(node) is torch.ops.aten.digamma.default
 
 
 def test_only_the_overrides_that_are_named_are_taken() -> None:

@@ -17,6 +17,7 @@ from omnicomp.passes.repairs import (
     RepairAssertions,
     RepairDropout,
     RepairFirstCall,
+    RepairKeptSizes,
     RepairLosses,
     RepairOut,
     RepairReturnedInputs,
@@ -161,6 +162,12 @@ def check_graph(repair: Repair, graph: torch.fx.GraphModule, before: str, after:
             lambda x: torch.ops.aten.upsample_bilinear2d.default(x, (3, 3), False),
             torch.ones(1, 1, 5, 5, dtype=torch.uint8),
             torch.ones(1, 1, 5, 5),
+        ),
+        (
+            RepairKeptSizes(),
+            lambda x: F.interpolate(x, scale_factor=1.1),
+            torch.ones(1, 1, 5, 5),
+            torch.ones(1, 1, 5, 5, device="meta"),
         ),
     ],
 )

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import decompose, make_fx
 
 from omnicomp._torch.inductor.eager_kernels import calls_eager
 from omnicomp._torch.repairs.decompositions import decompositions_mended
+from omnicomp._torch.repairs.written_while_read import sources_kept
 
 _CARRIED = ("user_visible_output_idxs",)
 
@@ -38,7 +39,8 @@ def with_decompositions(module: GraphModule, inputs: Sequence[Any], part: str) -
     with decompositions_mended():
         made = decomposed(module, inputs, select_decomp_table())
     if part == "inference":
-        joint_graph_passes(made)
+        with sources_kept():
+            joint_graph_passes(made)
     return made
 
 

@@ -4,8 +4,8 @@ The backward may overwrite some of its inputs, and knows them by their numbers. 
 the backward calls for those of the same numbers, and computes in place what a later call, or a weight, still needs.
 """
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch._inductor.graph import SubgraphLowering
@@ -28,6 +28,6 @@ def _giving_nothing(original: Callable[..., None]) -> Callable[..., None]:
 _INIT: Final = Exchange(SubgraphLowering, "__init__", _giving_nothing)
 
 
-def inputs_kept() -> contextlib.AbstractContextManager[None]:
+def inputs_kept() -> AbstractContextManager[None]:
     """Inside, no body that Inductor lowers overwrites its inputs."""
-    return _INIT if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_INIT)

@@ -5,8 +5,8 @@ is not computed by then, such as `attention_mask.bool()`, goes into the kernel a
 that a template does not have: Triton stops with `NameError('XBLOCK is not defined')`.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch._inductor import ir
@@ -30,6 +30,6 @@ def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
 _BUILD: Final = Exchange(flex_attention, "build_subgraph_buffer", _computing)
 
 
-def captured_computed() -> contextlib.AbstractContextManager[None]:
+def captured_computed() -> AbstractContextManager[None]:
     """Inside, what a graph of FlexAttention captures is a buffer when the graph is built."""
-    return _BUILD if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_BUILD)

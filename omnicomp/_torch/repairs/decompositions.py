@@ -99,7 +99,8 @@ def _floor_quotient(a: Tensor, b: Any) -> Tensor:
     floor = torch.floor(quotient)
     floor = torch.where(quotient - floor > 0.5, floor + 1, floor)
     floor = torch.where(quotient == 0, torch.copysign(torch.zeros_like(exact), exact), floor)
-    return torch.where(divisor == 0, exact, floor)
+    # The remainder, which is NaN there, comes first: the strides of the result are those of the condition.
+    return torch.where(remainder.isnan() & (divisor == 0), exact, floor)
 
 
 def _pow(a: Tensor, exponent: Any) -> Any:

@@ -5,8 +5,8 @@ inside, and what only these use becomes a local buffer with the size of a row. I
 where a tensor is read with a stride, one step of it computes many rows, and each overwrites the one before.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
@@ -33,6 +33,6 @@ def _without_tiles(original: Callable[..., bool]) -> Callable[..., bool]:
 _FUSED: Final = Exchange(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _without_tiles)
 
 
-def row_of_its_own() -> contextlib.AbstractContextManager[None]:
+def row_of_its_own() -> AbstractContextManager[None]:
     """Inside, loops are not fused where several rows would share a local buffer."""
-    return _FUSED if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_FUSED)

@@ -1,10 +1,11 @@
 """How torch is repaired: by whom a fault is discussed, which releases have it, and functions replaced for a while."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,14 @@ class Needed:
         return _release(self.first) <= _release(version) and not (
             self.fixed and _release(self.fixed) <= _release(version)
         )
+
+    @contextlib.contextmanager
+    def exchanging(self, *exchanges: "Exchange") -> Generator[None]:
+        """Inside, functions of torch are exchanged, if the torch of this process has the fault."""
+        with contextlib.ExitStack() as stack:
+            for exchange in exchanges if self.here else ():
+                stack.enter_context(exchange)
+            yield
 
 
 def _release(version: str) -> tuple[int, int]:

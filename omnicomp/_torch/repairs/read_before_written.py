@@ -6,8 +6,8 @@ the call: `a = b * 2; custom_op_(b)` makes `a` of what the operator left in `b`.
 `tests/_torch/repairs/test_read_before_written.py`.
 """
 
-import contextlib
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -36,9 +36,9 @@ def _reading_first(original: Callable[..., None]) -> Callable[..., None]:
 _READERS: Final = Exchange(ir.FallbackKernel, "__init__", _reading_first)
 
 
-def read_before_written() -> contextlib.AbstractContextManager[None]:
+def read_before_written() -> AbstractContextManager[None]:
     """While Inductor lowers a graph: what reads a tensor before an operator changes it is also computed before that."""
-    return _READERS if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_READERS)
 
 
 def _names_written(operator: Any, args: Any, kwargs: Any) -> Generator[str]:

@@ -6,9 +6,9 @@ kinds of inputs, as `x.mul_(2); self.steps += 1; return x.sin()`, returned the b
 A reproducer is `tests/_torch/repairs/test_returned_inputs.py`.
 """
 
-import contextlib
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch._functorch._aot_autograd import graph_capture
@@ -39,6 +39,6 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 _TRACED: Final = Exchange(graph_capture, "create_functionalized_fn", _counted)
 
 
-def returned_in_their_places() -> contextlib.AbstractContextManager[None]:
+def returned_in_their_places() -> AbstractContextManager[None]:
     """While AOTAutograd traces: inputs that are written to and returned keep their places among the outputs."""
-    return _TRACED if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_TRACED)

@@ -8,6 +8,7 @@ their way is another thing, and is left to Inductor's `emulate_precision_casts`.
 import contextlib
 import threading
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -103,9 +104,7 @@ _TAKEN_BACK: Final = (
 @contextlib.contextmanager
 def casts_rounded() -> Generator[None]:
     """Inside, Inductor rounds in the casts to half precision that a program asks for."""
-    with contextlib.ExitStack() as stack:
-        for change in (*([_CASTS] if NEEDED.here else []), *(_TAKEN_BACK if _DROPPED.here else ())):
-            stack.enter_context(change)
+    with NEEDED.exchanging(_CASTS), _DROPPED.exchanging(*_TAKEN_BACK):
         yield
 
 
@@ -128,10 +127,6 @@ _REWRITES: Final = [
 ]
 
 
-@contextlib.contextmanager
-def casts_kept() -> Generator[None]:
+def casts_kept() -> AbstractContextManager[None]:
     """Inside, Inductor's graph passes take no cast away that narrows, as they do before torch 2.13."""
-    with contextlib.ExitStack() as stack:
-        for rewrite in _REWRITES if _DROPPED.here else ():
-            stack.enter_context(rewrite)
-        yield
+    return _DROPPED.exchanging(*_REWRITES)

@@ -5,8 +5,8 @@ fuse them, Inductor's C++ generator works out the second anew in the shape of th
 read is the zeros, and no longer what was made of them: the sum comes out without `s`.
 """
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch._inductor.dependencies import StarDep, WeakDep
@@ -34,6 +34,6 @@ def _keeping_renames(original: Callable[..., None]) -> Callable[..., None]:
 _RENAMES: Final = Exchange(SchedulerNode, "recompute_size_and_body", _keeping_renames)
 
 
-def written_before_read() -> contextlib.AbstractContextManager[None]:
+def written_before_read() -> AbstractContextManager[None]:
     """Inside, a loop that is worked out anew still waits for whatever writes to what it reads."""
-    return _RENAMES if NEEDED.here else contextlib.nullcontext()
+    return NEEDED.exchanging(_RENAMES)

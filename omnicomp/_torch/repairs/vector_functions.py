@@ -2,15 +2,17 @@
 
 `expm1(x)` is `exp(x) - 1` there, and so 0 for small x, as are `elu` and `selu`; `atanh` is made of logarithms, with the
 same loss; a remainder is `a - floor(a / b) * b`, which is off by the whole divisor for large quotients, and has the
-wrong zeros; `acosh` overflows to inf from 1.8e19 on. A reproducer is `tests/_torch/repairs/test_vector_functions.py`.
+wrong zeros; `acosh` overflows to inf from 1.8e19 on. The integers of `torch.arange(64) * 1_000_000_000` are added up in
+32 bits within a vector. A reproducer is `tests/_torch/repairs/test_vector_functions.py`.
 """
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
+import sympy
 import torch
-from torch._inductor.codegen.cpp import CppVecOverrides
+from torch._inductor.codegen.cpp import CppVecKernel, CppVecOverrides
 
 from omnicomp._torch.repairs.needed import Exchange, Needed
 
@@ -57,16 +59,22 @@ def _remainder(original: Callable[..., str]) -> Callable[..., str]:
     return remainder
 
 
-_FUNCTIONS: Final = tuple(
-    Exchange(CppVecOverrides, name, make)
-    for name, make in (("expm1", _expm1), ("atanh", _atanh), ("acosh", _acosh), ("remainder", _remainder))
+def _arange(original: Callable[..., Any]) -> Callable[..., Any]:
+    def arange(self: CppVecKernel, index: Any, stride: sympy.Expr) -> Any:
+        return original(self, index, sympy.Symbol(f"static_cast<int64_t>({stride})"))
+
+    return arange
+
+
+_FUNCTIONS: Final = (
+    Exchange(CppVecOverrides, "expm1", _expm1),
+    Exchange(CppVecOverrides, "atanh", _atanh),
+    Exchange(CppVecOverrides, "acosh", _acosh),
+    Exchange(CppVecOverrides, "remainder", _remainder),
+    Exchange(CppVecKernel, "arange", _arange),
 )
 
 
-@contextlib.contextmanager
-def accurate_functions() -> Generator[None]:
+def accurate_functions() -> AbstractContextManager[None]:
     """Inside, vectorised code calls the functions that eager's kernels call."""
-    with contextlib.ExitStack() as inside:
-        for function in _FUNCTIONS if NEEDED.here else ():
-            inside.enter_context(function)
-        yield
+    return NEEDED.exchanging(*_FUNCTIONS)

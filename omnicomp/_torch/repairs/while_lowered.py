@@ -9,10 +9,12 @@ from omnicomp._torch.repairs.body_inputs import inputs_kept
 from omnicomp._torch.repairs.captured_buffers import captured_computed
 from omnicomp._torch.repairs.cudnn_plans import one_layout_of_gradients
 from omnicomp._torch.repairs.local_buffers import row_of_its_own
+from omnicomp._torch.repairs.lowered_dtypes import dtypes_of_the_graph
 from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.rounded_casts import casts_rounded
 from omnicomp._torch.repairs.scheduler_order import written_before_read
 from omnicomp._torch.repairs.vector_functions import accurate_functions
+from omnicomp._torch.repairs.written_while_read import read_before_overwritten
 
 
 @contextlib.contextmanager
@@ -25,5 +27,7 @@ def inductor_repaired() -> Generator[None]:
             captured_computed(),
             one_layout_of_gradients(),
             eager_kernels_called(),
+            read_before_overwritten(),
+            dtypes_of_the_graph(),
         ):
             yield

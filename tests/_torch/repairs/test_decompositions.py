@@ -29,6 +29,14 @@ def test_floating_quotients_are_rounded_down_as_in_python() -> None:
 
 
 @pytest.mark.inductor
+def test_floating_quotients_have_eagers_strides() -> None:
+    a, b = torch.ones(6, 5), torch.ones(5, 6)
+    pairs = [(a.mT, b), (b, a.mT), (a.mT, b[0]), (b[0], a.mT), (a.mT, b[:, :1]), (a.mT, 2.0)]
+    compiled = torch.compile(lambda: [torch.floor_divide(*pair) for pair in pairs], backend="omni")
+    assert [found.stride() for found in compiled()] == [torch.floor_divide(*pair).stride() for pair in pairs]
+
+
+@pytest.mark.inductor
 def test_infinities_nans_zeros_and_small_numbers_are_eagers() -> None:
     x = torch.tensor(NUMBERS).repeat(3)
     found, expected = torch.compile(functions, backend="omni")(x), functions(x)

@@ -21,6 +21,23 @@ def test_small_and_large_results_are_eagers_in_vectorised_code() -> None:
         assert torch.equal(mine.signbit(), eagers.signbit())
 
 
+def integers(x: Tensor) -> list[Tensor]:
+    places = torch.arange(x.numel())
+    return [
+        places * 1_000_000_000,
+        places.int() * 3 + x.int(),
+        places * 500_000_000 + x,
+        places[::2] * 2_000_000_000 - 7,
+    ]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_integers_of_a_vector_do_not_overflow(dynamic: bool) -> None:
+    x = torch.arange(70.0) / 3
+    torch.testing.assert_close(torch.compile(integers, backend="omni", dynamic=dynamic)(x), integers(x))
+
+
 def test_the_functions_are_as_they_were_afterwards() -> None:
     before = vars(CppVecOverrides)["expm1"]
     with accurate_functions():

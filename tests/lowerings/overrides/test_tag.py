@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import omnicomp
-from omnicomp.lowerings.override import reference_of
+from omnicomp.lowerings.override import planned_call
 from omnicomp.timeline import Ran, Rewrite
 
 pytestmark = pytest.mark.usefixtures("own_overrides")
@@ -243,7 +243,9 @@ def test_what_was_replaced_is_known_after_autograd(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         compiled(model)(torch.randn(3, 6))
     (node,) = seen[0].graph.find_nodes(op="call_function", target=torch.ops.omnicomp_test_tag.known.default)
-    function = reference_of(node)
+    call = planned_call(node, "")
+    assert call is not None
+    function = call.truth
     assert function is not None
     block, x = model.layers[0]["mlp"], torch.randn(5, 6).double()
     block.double()

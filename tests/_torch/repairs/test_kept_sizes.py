@@ -1,0 +1,73 @@
+"""Images on CPUs whose size a factor keeps or doubles are copied or repeated, as eager does."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiers import fast
+from torch import Tensor
+from torch._decomp import decompositions
+
+from omnicomp._torch.repairs.kept_sizes import sizes_kept
+
+EAGER: dict[str, Any] = {"lowerings": ["eager"]}
+SIZES = ((3, 4, 5), (4, 2, 6))
+FACTORS = ((1.3, 2.2, 1.7), (1.1, 1.1, 1.1), (2.1, 0.7, 1.45), (1.0, 2.0, 1.3))  # keep, double, or change a size
+CASES = [("nearest", n) for n in (1, 2, 3)] + [("nearest-exact", 2), ("linear", 1), ("bilinear", 2), ("trilinear", 3)]
+
+
+def image(size: tuple[int, ...], channels: int = 5) -> Tensor:
+    count = 2 * channels * int(torch.tensor(size).prod())
+    return torch.arange(float(count)).mul(0.7).sin().view(2, channels, *size)
+
+
+def formats(x: Tensor) -> list[Tensor]:
+    """The image in every memory format, some of which have kernels of their own."""
+    if x.ndim == 3:
+        return [x]
+    last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    return [x, x.contiguous(memory_format=last), x.contiguous(memory_format=last)[:, :3]]
+
+
+def resized(x: Tensor, mode: str) -> list[Tensor]:
+    return [F.interpolate(x, scale_factor=factors[: x.ndim - 2], mode=mode) for factors in FACTORS]
+
+
+@pytest.mark.parametrize(("mode", "dimensions"), CASES)
+@pytest.mark.parametrize("dynamic", fast([False, True], bool))
+def test_images_are_resized_as_in_eager(mode: str, dimensions: int, dynamic: bool) -> None:
+    compiled: Any = torch.compile(resized, backend="omni", options=EAGER, dynamic=dynamic, fullgraph=True)
+    for size in SIZES:
+        for x in formats(image(size[:dimensions])):
+            torch.testing.assert_close(compiled(x, mode), resized(x, mode))
+
+
+@pytest.mark.parametrize(("mode", "dimensions"), [("nearest", 2), ("trilinear", 3)])
+def test_their_gradients_are_eagers(mode: str, dimensions: int) -> None:
+    mine, eagers = (image(SIZES[0][:dimensions]).requires_grad_() for _ in range(2))
+    compiled: Any = torch.compile(resized, backend="omni", options=EAGER)
+    for x, function in ((mine, compiled), (eagers, resized)):
+        sum((result * result).sum() for result in function(x, mode)).backward()
+    torch.testing.assert_close(mine.grad, eagers.grad)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_under_inductor_and_called_directly(mode: str) -> None:
+    operator = torch.ops.aten.upsample_nearest2d if mode == "nearest" else torch.ops.aten.upsample_bilinear2d
+
+    def direct(x: Tensor) -> list[Tensor]:
+        size = [x.shape[2], 2 * x.shape[3]]
+        return [*resized(x, mode), operator.default(x, size, *([] if mode == "nearest" else [False]), 1.2, 2.1)]
+
+    with torch.inference_mode():
+        x = image((3, 4))
+        torch.testing.assert_close(torch.compile(direct, backend="omni")(x), direct(x))
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    before = decompositions._upsample_linear, decompositions._upsample_nearest
+    with sizes_kept():
+        assert decompositions._upsample_linear is not before[0]
+    assert (decompositions._upsample_linear, decompositions._upsample_nearest) == before
