@@ -38,17 +38,18 @@ def combined(module: GraphModule) -> Generator[None]:
 
 
 def grouped(groups_of: Callable[[Any], _Groups], scheduler: Any) -> _Groups:
-    """The groups of nodes that are to be one kernel: torch's, and those at the end of the graph by themselves.
+    """The groups of nodes that are to be one kernel: torch's without reductions, and those at the end of the graph.
 
     Torch groups what has as many nodes in front of it. What nothing reads, as the position of each layer's cache, can
-    be written as late as all of its kind.
+    be written as late as all of its kind. Without autotuning a program of a combined kernel has 1024 rows, so that one
+    multiprocessor alone reduced them: a norm of eight rows took 3 ms instead of 2 µs.
     """
     groups, ends = groups_of(scheduler), dict[Any, list[Any]]()
     streams: Mapping[Any, int] = getattr(scheduler, "node_to_stream", {})  # from torch 2.13 on
     for group in groups:
         for node in filter(_is_end, group):
             ends.setdefault((node.get_device(), streams.get(node, 0)), []).append(node)
-    kept = [[node for node in group if not _is_end(node)] for group in groups]
+    kept = [[node for node in group if not node.is_reduction() and not _is_end(node)] for group in groups]
     return [*kept, *(each[at : at + _NODES] for each in ends.values() for at in range(0, len(each), _NODES))]
 
 

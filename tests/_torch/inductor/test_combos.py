@@ -44,19 +44,18 @@ def fused(first: Any, second: Any) -> Any:
 OUTPUT = mock.Mock(spec=OutputNode)
 
 
-def test_what_nothing_reads_is_one_group_behind_torchs():
+def test_what_nothing_reads_is_one_group_behind_torchs_and_reductions_are_in_none():
     ends = [node(), fused(node(), node(OUTPUT)), node(size=(64, 64))]
     others = [
         node(ends[0]),
         node(OUTPUT, ends[1]),
         node(size=(64, 65)),
         node(device="cpu"),
-        node(reduces=True),
         fused(node(), node(ends[0])),
         fused(node(ends[0]), node()),
-        mock.Mock(spec=ForeachKernelSchedulerNode),
+        mock.Mock(spec=ForeachKernelSchedulerNode, is_reduction=lambda: False),
     ]
-    levels = [[others[0], others[1]], [ends[0], *others[2:4]], [ends[1], *others[4:], ends[2]]]
+    levels = [[others[0], others[1]], [ends[0], *others[2:4]], [ends[1], *others[4:], ends[2], node(reduces=True)]]
     found = grouped(lambda scheduler: levels, None)
     assert found == [others[:2], others[2:4], others[4:], ends]
 
