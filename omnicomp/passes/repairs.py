@@ -379,7 +379,7 @@ class RepairUint8Resize(_WhileTraced):
 
     def meets(self, module: GraphModule, context: PassContext) -> bool:
         """Whether the graph resizes bytes."""
-        return any(value.dtype is torch.uint8 for value in _resized(module))
+        return any(value.dtype is torch.uint8 and value.device.type == "cpu" for value in _resized(module))
 
     def in_force(self) -> Any:
         """A context manager."""
@@ -387,14 +387,14 @@ class RepairUint8Resize(_WhileTraced):
 
 
 class RepairKeptSizes(_WhileTraced):
-    """Resizes images on CPUs as eager does where a factor leaves a size as it is, or doubles it."""
+    """Resizes images as eager does where a factor leaves a size as it is, or doubles it."""
 
     name: ClassVar[str] = "repair_kept_sizes"
     needed: ClassVar[Needed] = kept_sizes.NEEDED
 
     def meets(self, module: GraphModule, context: PassContext) -> bool:
-        """Whether the graph resizes anything."""
-        return any(True for _ in _resized(module))
+        """Whether the graph resizes anything on a device whose kernels are known."""
+        return any(value.device.type in kept_sizes.DEVICES for value in _resized(module))
 
     def in_force(self) -> Any:
         """A context manager."""
@@ -402,11 +402,11 @@ class RepairKeptSizes(_WhileTraced):
 
 
 def _resized(module: GraphModule) -> Iterator[Tensor]:
-    """The images on CPUs that a graph resizes."""
+    """The images that a graph resizes."""
     for node in all_nodes(module):
         if node.op == "call_function" and any(word in op_name(node) for word in ("interpolate", "upsample")):
             operands = (fake_value(operand) for operand in node.all_input_nodes)
-            yield from (v for v in operands if isinstance(v, Tensor) and v.device.type == "cpu")
+            yield from (v for v in operands if isinstance(v, Tensor))
 
 
 class RepairFirstCall(_WhileTraced):

@@ -1,4 +1,4 @@
-"""Images on CPUs whose size a factor keeps or doubles are copied or repeated, as eager does."""
+"""Images whose size a factor keeps or doubles are copied or repeated, as eager does."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from tiers import fast
 from torch import Tensor
 from torch._decomp import decompositions
+from torch._subclasses import FakeTensorMode
 
-from omnicomp._torch.repairs.kept_sizes import sizes_kept
+from omnicomp._torch.repairs.kept_sizes import _linear, _nearest, sizes_kept
 
 EAGER: dict[str, Any] = {"lowerings": ["eager"]}
 SIZES = ((3, 4, 5), (4, 2, 6))
@@ -64,6 +65,20 @@ def test_under_inductor_and_called_directly(mode: str) -> None:
     with torch.inference_mode():
         x = image((3, 4))
         torch.testing.assert_close(torch.compile(direct, backend="omni")(x), direct(x))
+
+
+def test_kernels_for_cuda_look_at_all_sizes_together_or_at_those_of_two_dimensions() -> None:
+    linear = _linear(lambda image, size, aligned, scales: scales)  # type: ignore[arg-type,return-value]
+    nearest = _nearest(lambda image, size, scales, exact: scales)  # type: ignore[arg-type,return-value]
+    factors = [1.3, 1.1, 1.2]
+    with FakeTensorMode():
+        images = [torch.empty(1, 1, *(3,) * n, device="cuda") for n in (1, 2, 3)]
+    for n, x in enumerate(images, 1):
+        assert linear(x, [3] * n, False, factors[:n]) == [1.0] * n
+        assert linear(x, [3] * n, True, factors[:n]) == factors[:n]
+        assert linear(x, [4, 3, 3][:n], False, factors[:n]) == factors[:n]
+        for exact in (False, True):
+            assert nearest(x, [3, 6, 3][:n], factors[:n], exact) == ([1.0, 1.1] if n == 2 else factors[:n])
 
 
 def test_torch_is_as_it_was_afterwards() -> None:
