@@ -1,13 +1,13 @@
 """Images whose size a factor keeps or doubles are copied or repeated, as eager does."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import fast
 from torch import Tensor
-from torch._decomp import decompositions
+from torch._decomp import decomposition_table, decompositions
 from torch._subclasses import FakeTensorMode
 
 from omnicomp._torch.repairs.kept_sizes import _linear, _nearest, sizes_kept
@@ -31,36 +31,41 @@ def formats(x: Tensor) -> list[Tensor]:
     return [x, x.contiguous(memory_format=last), x.contiguous(memory_format=last)[:, :3]]
 
 
-def resized(x: Tensor, mode: str) -> list[Tensor]:
-    return [F.interpolate(x, scale_factor=factors[: x.ndim - 2], mode=mode) for factors in FACTORS]
-
-
 @pytest.mark.parametrize(("mode", "dimensions"), CASES)
-@pytest.mark.parametrize("dynamic", fast([False, True], bool))
-def test_images_are_resized_as_in_eager(mode: str, dimensions: int, dynamic: bool) -> None:
-    compiled: Any = torch.compile(resized, backend="omni", options=EAGER, dynamic=dynamic, fullgraph=True)
-    for size in SIZES:
+def test_decompositions_resize_as_eager_does(mode: str, dimensions: int) -> None:
+    name = "_upsample_nearest_exact" if mode == "nearest-exact" else f"upsample_{mode}"
+    kernel = getattr(torch.ops.aten, f"{name}{dimensions}d").default
+    aligned = () if "nearest" in mode else (False,)
+    for size, factors in itertools.product(SIZES, FACTORS):
         for x in formats(image(size[:dimensions])):
-            torch.testing.assert_close(compiled(x, mode), resized(x, mode))
+            target = [int(one * factor) for one, factor in zip(x.shape[2:], factors, strict=False)]
+            arguments = (x, target, *aligned, *factors[:dimensions])
+            with sizes_kept():
+                found = decomposition_table[kernel](*arguments)
+            torch.testing.assert_close(found, kernel(*arguments))
 
 
-@pytest.mark.parametrize(("mode", "dimensions"), [("nearest", 2), ("trilinear", 3)])
-def test_their_gradients_are_eagers(mode: str, dimensions: int) -> None:
-    mine, eagers = (image(SIZES[0][:dimensions]).requires_grad_() for _ in range(2))
-    compiled: Any = torch.compile(resized, backend="omni", options=EAGER)
-    for x, function in ((mine, compiled), (eagers, resized)):
-        sum((result * result).sum() for result in function(x, mode)).backward()
+def resized(x: Tensor, mode: str) -> list[Tensor]:
+    return [F.interpolate(x, scale_factor=factors[: x.ndim - 2], mode=mode) for factors in FACTORS[::2]]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_graphs_and_their_gradients_are_eagers(mode: str, dynamic: bool) -> None:
+    compiled: Any = torch.compile(resized, backend="omni", options=EAGER, dynamic=dynamic, fullgraph=True)
+    mine, eagers = (image(SIZES[0][:2]).requires_grad_() for _ in range(2))
+    results = [function(x, mode) for x, function in ((mine, compiled), (eagers, resized))]
+    torch.testing.assert_close(*results)
+    for found in results:
+        sum((result * result).sum() for result in found).backward()
     torch.testing.assert_close(mine.grad, eagers.grad)
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
-def test_under_inductor_and_called_directly(mode: str) -> None:
-    operator = torch.ops.aten.upsample_nearest2d if mode == "nearest" else torch.ops.aten.upsample_bilinear2d
-
+def test_under_inductor_and_called_directly() -> None:
     def direct(x: Tensor) -> list[Tensor]:
         size = [x.shape[2], 2 * x.shape[3]]
-        return [*resized(x, mode), operator.default(x, size, *([] if mode == "nearest" else [False]), 1.2, 2.1)]
+        return [*resized(x, "nearest"), torch.ops.aten.upsample_bilinear2d.default(x, size, False, 1.2, 2.1)]
 
     with torch.inference_mode():
         x = image((3, 4))

@@ -70,25 +70,19 @@ def check(program: Callable[..., Any], training: bool, lowering: str) -> None:
 PROGRAMS = [clamped, moved_in_place, softly_clamped, filled, normalised, interpolated, averaged, returned]
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_call_has_its_own_number(program: Callable[..., Any]) -> None:
-    check(program, training=False, lowering="inductor")
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("program", [clamped, averaged])
-def test_in_training_too(program: Callable[..., Any]) -> None:
-    check(program, training=True, lowering="inductor")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_without_inductor_too(program: Callable[..., Any]) -> None:
     check(program, training=True, lowering="eager")
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("program", [only_multiplied, clamped, moved_in_place])
+@pytest.mark.parametrize(("program", "training"), [(clamped, False), (averaged, True)])
+def test_under_inductor_too(program: Callable[..., Any], training: bool) -> None:
+    check(program, training, lowering="inductor")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("program", [only_multiplied, moved_in_place])
 @torch.no_grad()
 def test_one_graph_serves_all_numbers_where_it_can(program: Callable[..., Any]) -> None:
     torch._dynamo.utils.counters.clear()
