@@ -47,6 +47,7 @@ def name_target(target: Any) -> tuple[str, ...] | None:
         names = [(_OPERATORS, "higher_order", name)]
     elif isinstance(module := getattr(target, "__module__", None), str) and module.split(".")[0] in _PACKAGES:
         names.append((module, *getattr(target, "__qualname__", name).split(".")))
+        names.append((module, name))  # functions of pybind11 may be qualified by `PyCapsule`
     for each in names:
         try:
             if find_target(each) is target:

@@ -90,9 +90,11 @@ def test_without_a_compiler(program: Program) -> None:
 
 
 def tiers(program: Program) -> tuple[pytest.MarkDecorator, ...]:
-    """Of a program with Inductor, which takes half a minute for thousands of nodes."""
-    slow = () if program.name in UNDER_THREADS else (pytest.mark.slow,)
-    return (*slow, pytest.mark.long) if program.name == "thousands_of_nodes" else slow
+    """Of a program that is one graph of Inductor's; the thousands of nodes take half a minute."""
+    if program.name in UNDER_THREADS:
+        return ()
+    in_pieces = program.name in WHERE_PIECES_MEET  # which Inductor compiles, too
+    return (pytest.mark.slow, *[pytest.mark.long] * (in_pieces or program.name == "thousands_of_nodes"))
 
 
 @pytest.mark.inductor

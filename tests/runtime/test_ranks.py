@@ -257,7 +257,7 @@ def test_differences_of_four_ranks(
 
 
 @pytest.mark.slow
-@faulty([0], [3])
+@faulty([0])
 @pytest.mark.parametrize(("fault", "given"), ENDS, ids=[fault for fault, _ in ENDS])
 def test_ends_of_some_of_four_ranks(fault: str, given: dict[str, Any], ranks: list[int], tmp_path: Path) -> None:
     named(run(4, fault, ranks, tmp_path, **given), *NAMED, but=tuple(ranks))

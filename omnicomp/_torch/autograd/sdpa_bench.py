@@ -6,6 +6,7 @@ Operands are random, in the shapes and strides of the attention; both directions
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class Bench(DeviceTimer):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.device, grad=problem.training)
         self.problem = problem
+        self.spared = 0.0
         self._operands: list[torch.Tensor] = []
         self._mask: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
@@ -155,6 +157,7 @@ class Bench(DeviceTimer):
         def compile_it() -> None:
             try:
                 with torch.cuda.device(self.problem.device):
+                    self.spared += _first_build(self.problem.device)
                     outcome.append(_compiled(self._unfused_step(), inputs))
             except Exception as error:  # noqa: BLE001 - raised below, in the thread that asked
                 outcome.append(error)
@@ -233,6 +236,22 @@ def _extent(layout: Layout) -> int:
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
     batch, heads, *rest = tensor.shape
     return tensor[:, :, None].expand(batch, heads, times, *rest).reshape(batch, heads * times, *rest)
+
+
+_built: Final[set[str]] = set()
+
+
+def _first_build(device: torch.device) -> float:
+    """Seconds of the first kernel that a process generates for a kind of device; zero for the others.
+
+    Triton is imported for it, and compiles what launches kernels; the program would wait for both later.
+    """
+    if device.type in _built:
+        return 0.0
+    _built.add(device.type)
+    start, x = time.perf_counter(), torch.zeros(8, device=device)
+    _compiled(lambda x: x + 1, [x])([x])
+    return time.perf_counter() - start
 
 
 def _compiled(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:

@@ -2,7 +2,8 @@
 
 An attention is timed once for all layers, processes and ranks: what was found is kept in the process, and in a file
 beside Inductor's caches under the model of the device, the versions of the libraries, and all that the time depends on.
-The first process that stores a result decides for the others, so that ranks that share the folder compile the same.
+The first process that stores a result decides for the others, so that ranks that share the folder compile the same, and
+a later process what an earlier one compiled. That there was no time left is a result, too.
 """
 
 import dataclasses
@@ -41,9 +42,10 @@ _known: Final[dict[str, "Timed"]] = {}
 class Timed:
     """What was found for one attention."""
 
-    best: str  # the name of the fastest candidate
+    best: str  # the name of the fastest candidate; empty if nothing could be timed, so that rules decide
     times: dict[str, float]  # milliseconds by candidate
     failed: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # why the others could not be timed
+    seconds: float = 0.0  # that timing might take where nothing was timed
 
     def __str__(self) -> str:
         """One phrase with the times, the fastest first."""
@@ -54,12 +56,13 @@ class Budget:
     """The time that may go into measuring while one graph is compiled.
 
     Attributes:
-        enabled: whether there was any; without it, nothing that was measured before counts either.
+        given: the seconds that there were in the beginning.
+        enabled: whether there were any; without them, nothing that was measured before counts either.
         seconds: that are left.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.enabled, self.seconds = seconds > 0, seconds
+        self.given, self.enabled, self.seconds = seconds, seconds > 0, seconds
 
     def spend(self, seconds: float) -> None:
         """Take some off."""
@@ -71,6 +74,9 @@ class Timer(Protocol):
 
     first: float
     """Seconds that the first call of the last candidate took."""
+
+    spared: float
+    """Seconds of what has to be done once in each process, and which the program is spared later."""
 
     def __enter__(self) -> "Timer": ...
 
@@ -146,10 +152,12 @@ def decide(
     Args:
         problem: the attention.
         kernels: those that take it, in the order that rules would try them in; one that is not faster by more than
-            the spread of times does not displace an earlier one.
+            the spread of times does not displace an earlier one. Without any there is nothing to choose from.
         budget: what measuring may take; nothing is taken for what is known.
         make: makes what times it; None for the device itself.
     """
+    if not kernels:
+        return None
     from omnicomp._torch.autograd.sdpa_bench import Bench
 
     def measure(seconds: float) -> tuple[Timed | None, float]:
@@ -162,7 +170,10 @@ def decide(
 def known_or_measured(
     key: str, device: torch.device, budget: Budget, measure: Callable[[float], tuple[Timed | None, float]]
 ) -> Timed | None:
-    """What was found under a key by this process or another one, else what is measured; None if there is no time left.
+    """What was found under a key by this process or another one, else what is measured; None if rules have to decide.
+
+    Where there is no time or no room, that is kept, too, until the budget is a larger one: a later process that
+    measured would compile anew what this one compiles.
 
     Args:
         key: all that the times depend on.
@@ -173,24 +184,32 @@ def known_or_measured(
     """
     with _lock:
         found = _known.get(key) or STORE.read(key)[0]
-        if found is None and budget.seconds > 0:
-            start = time.perf_counter()
-            measured = None
-            states = generator_states([device])
-            try:
-                measured, useful = measure(budget.seconds)
-                start += useful
-            except RuntimeError:  # there is no room: rules decide
-                pass
-            finally:
-                states.restore()
-                budget.spend(time.perf_counter() - start)
-            found = None if measured is None else STORE.settle(key, measured)[0]
-        elif found is not None and key not in _known:
+        if found is not None and not found.best and found.seconds < budget.given:
+            STORE.remove(key)
+            found = None
+        if found is None:
+            measured = _measured(device, budget, measure) if budget.seconds > 0 else None
+            found = STORE.settle(key, measured or Timed(best="", times={}, seconds=budget.given))[0]
+        elif key not in _known:
             found = STORE.settle(key, found)[0]  # what this machine knows, another rank's may know otherwise
-        if found is not None:
-            _known[key] = found
-        return found
+        _known[key] = found
+        return found if found.best else None
+
+
+def _measured(
+    device: torch.device, budget: Budget, measure: Callable[[float], tuple[Timed | None, float]]
+) -> Timed | None:
+    start = time.perf_counter()
+    states = generator_states([device])
+    try:
+        measured, useful = measure(budget.seconds)
+        start += useful
+    except RuntimeError:  # there is no room
+        return None
+    finally:
+        states.restore()
+        budget.spend(time.perf_counter() - start)
+    return measured
 
 
 def forget() -> None:
@@ -208,7 +227,7 @@ def _measure(problem: "Problem", kernels: Sequence[str], timer: Timer, seconds: 
 
     def left() -> float:
         spared = first.get(fastest(times), 0.0) if times else 0.0
-        return seconds - (time.perf_counter() - start - spared)
+        return seconds - (time.perf_counter() - start - spared - timer.spared)
 
     def timed(name: str, run: Callable[[], float]) -> float | None:
         try:
@@ -231,9 +250,9 @@ def _measure(problem: "Problem", kernels: Sequence[str], timer: Timer, seconds: 
         if near and not problem.dropout and left() > _COMPILE_SECONDS[problem.training]:
             timed(UNFUSED, timer.generated)
     if not times:
-        return None, 0.0
+        return None, timer.spared
     best = fastest(times)
-    return Timed(best=best, times=times, failed=failed), first[best]
+    return Timed(best=best, times=times, failed=failed), first[best] + timer.spared
 
 
 def fastest(times: Mapping[str, float]) -> str:
@@ -268,7 +287,8 @@ def _key(problem: "Problem", kernels: Sequence[str]) -> str:
 
 def _load(data: Any) -> Timed:
     found = Timed(**data)
-    if found.best not in found.times or not all(ms > 0 for ms in found.times.values()):
+    known = found.best in found.times if found.times else not found.best and found.seconds > 0
+    if not known or not all(ms > 0 for ms in found.times.values()):
         raise ValueError("no candidate, or a time that is not positive")
     return found
 

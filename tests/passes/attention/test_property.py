@@ -28,8 +28,8 @@ def programs(draw: Any, **fixed: bool) -> Program:
     ("kind", "examples", "fixed"),
     [
         ("any", 40, {}),
-        pytest.param("inference", 180, {"training": False, "dynamic": False}, marks=pytest.mark.slow),
-        pytest.param("training", 140, {"training": True, "dynamic": False}, marks=pytest.mark.slow),
+        pytest.param("inference", 130, {"training": False, "dynamic": False}, marks=pytest.mark.slow),
+        pytest.param("training", 110, {"training": True, "dynamic": False}, marks=pytest.mark.slow),
         pytest.param("dynamic", 60, {"dynamic": True}, marks=pytest.mark.slow),
     ],
 )

@@ -26,7 +26,7 @@ KERNELS = ("cudnn", "flash", "efficient")
 class Timer:
     """Gives made-up times; a kernel that has none fails."""
 
-    first = 0.0
+    first = spared = 0.0
     has_room_for_scores = True
     made = 0
 
@@ -176,6 +176,39 @@ def test_out_of_time(monkeypatch):
     # The first call of the best so far is one that the program is spared.
     assert timer.asked == ["cudnn", "flash"]
     assert budget.seconds == -3.0
+
+
+def test_what_time_ran_out_for_stays_by_rule_until_there_is_more_of_it(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timings, "time", clock)
+    slow, quick = Timer(cudnn=3.0, flash=1.0, took=2.5, clock=clock), Timer(cudnn=3.0, flash=1.0)
+    budget = Budget(2.0)
+    assert decide(PROBLEM, KERNELS, budget, slow) is None
+    none_left = dataclasses.replace(PROBLEM, training=True)
+    assert decide(none_left, KERNELS, budget, slow) is None
+    timings.forget()  # as in another process
+    assert found(quick) is None
+    assert found(quick, problem=none_left) is None
+    assert not quick.made
+    assert found(quick, seconds=3.0).best == "flash"
+    assert found(quick).best == "flash"
+    assert quick.made == 1
+
+
+def test_without_a_kernel_there_is_nothing_to_time():
+    timer = Timer(plain=1.0)
+    assert found(timer, ()) is None
+    assert (timer.made, list(STORE.folder.glob("*"))) == (0, [])
+
+
+def test_what_each_process_does_once_costs_nothing(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timings, "time", clock)
+    timer = Timer(cudnn=1.0, flash=2.0, plain=9.0, took=1.5, clock=clock)
+    timer.spared = 1.0
+    budget = Budget(2.0)
+    assert decide(PROBLEM, ("cudnn", "flash"), budget, timer).best == "cudnn"
+    assert budget.seconds == 2.0 - (2 * 1.5 - 1.5 - 1.0)
 
 
 def test_the_first_call_of_the_winner_costs_nothing(monkeypatch):
