@@ -184,12 +184,13 @@ def known_or_measured(
     """
     with _lock:
         found = _known.get(key) or STORE.read(key)[0]
-        if found is not None and not found.best and found.seconds < budget.given:
-            STORE.remove(key)
-            found = None
-        if found is None:
+        more = found is not None and not found.best and found.seconds < budget.given
+        if found is None or more:
             measured = _measured(device, budget, measure) if budget.seconds > 0 else None
-            found = STORE.settle(key, measured or Timed(best="", times={}, seconds=budget.given))[0]
+            found = measured or Timed(best="", times={}, seconds=budget.given)
+            if more:
+                STORE.write(key, found)
+            found = STORE.settle(key, found)[0]
         elif key not in _known:
             found = STORE.settle(key, found)[0]  # what this machine knows, another rank's may know otherwise
         _known[key] = found
