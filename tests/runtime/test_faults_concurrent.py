@@ -174,7 +174,7 @@ def test_a_fork_while_another_thread_records() -> None:
     def hold() -> None:
         with timeline._lock:
             begun.set()
-            done.wait(60)
+            done.wait(240)
 
     def compiled_as_well() -> None:
         x: Tensor = torch.ones(3)
@@ -185,7 +185,7 @@ def test_a_fork_while_another_thread_records() -> None:
     holder.start()
     begun.wait()
     try:
-        behind_a_fork([compiled_as_well], timeout=60)
+        behind_a_fork([compiled_as_well], timeout=240)
     finally:
         done.set()
         holder.join()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 RANK, SIZE, GIVEN = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(os.environ["GIVEN"])
 dist.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=RANK, world_size=SIZE,
-    timeout=datetime.timedelta(seconds=60),
+    timeout=datetime.timedelta(seconds=200),
 )
 torch.set_num_threads(1)
 faulthandler.enable()  # a rank that dies says where
@@ -25,7 +25,7 @@ faulthandler.enable()  # a rank that dies says where
 
 
 def run_ranks(
-    size: int, program: str, given: Mapping[str, Any] | None = None, folder: Path | None = None, timeout: float = 100
+    size: int, program: str, given: Mapping[str, Any] | None = None, folder: Path | None = None, timeout: float = 300
 ) -> list[Any]:
     """Run a program behind `PRELUDE` on every rank.
 
