@@ -163,7 +163,7 @@ def named(results: list[Any], *words: str, but: tuple[int, ...] = ()) -> None:
         assert "hung" not in result, (rank, results)
         if rank not in but:
             assert any(each in result.get("error", "") for each in words), (rank, result)
-            assert result["seconds"] < 30, (rank, result)
+            assert result["seconds"] < 100, (rank, result)  # half of what the group itself waits
 
 
 DIFFERENCES: list[tuple[str, str, dict[str, Any]]] = [
