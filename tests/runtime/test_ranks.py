@@ -158,12 +158,12 @@ def run(size: int, fault: str, ranks: list[int], folder: Path, **given: Any) -> 
 
 
 def named(results: list[Any], *words: str, but: tuple[int, ...] = ()) -> None:
-    """All ranks but some raised an error that says one of these words, in under 30 seconds."""
+    """All ranks but some raised an error that says one of these words, in under a minute; alone it takes less than half of it."""
     for rank, result in enumerate(results):
         assert "hung" not in result, (rank, results)
         if rank not in but:
             assert any(each in result.get("error", "") for each in words), (rank, result)
-            assert result["seconds"] < 100, (rank, result)  # half of what the group itself waits
+            assert result["seconds"] < 60, (rank, result)
 
 
 DIFFERENCES: list[tuple[str, str, dict[str, Any]]] = [
