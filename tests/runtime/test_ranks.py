@@ -158,7 +158,7 @@ def run(size: int, fault: str, ranks: list[int], folder: Path, **given: Any) -> 
 
 
 def named(results: list[Any], *words: str, but: tuple[int, ...] = ()) -> None:
-    """All ranks but some raised an error that says one of these words, in under a minute; alone it takes less than half of it."""
+    """All ranks but some raise an error that says one of these words, in a minute; a quiet machine needs half of it."""
     for rank, result in enumerate(results):
         assert "hung" not in result, (rank, results)
         if rank not in but:

@@ -537,7 +537,7 @@ def test_weights_set_to_zero_where_scores_with_a_bias_were_filled(training):
     if training:
         known = torch.arange(6) != 3
         made, right = (torch.autograd.grad(out[:, :, known].square().sum(), (q,))[0] for out in (found, eager))
-        torch.testing.assert_close(made[:, :, known], right[:, :, known])
+        torch.testing.assert_close(made[:, :, known], right[:, :, known], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("value", [-1e9, torch.finfo(torch.float32).min])
