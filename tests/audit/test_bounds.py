@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import python
+from processes import peaks_of_memory
 
 from omnicomp.audit import source
 from omnicomp.audit.fold import fold
@@ -50,25 +50,17 @@ def test_later_graphs_are_left_out_and_counted(tmp_path: Path, monkeypatch: pyte
         run_check(path)
 
 
-# In a process of its own: `tracemalloc` counts what every thread allocates.
-PEAKS = """
-import sys, tracemalloc
+BOUNDED = """
 from omnicomp.audit import load, source
 
 sys.modules["omnicomp.audit.fold"]._MOST_GRAPHS = 20
 source._NAMES = 40
-load(sys.argv[1])  # what is imported and cached once
-for path in sys.argv[1:]:
-    tracemalloc.start()
-    load(path)
-    print(tracemalloc.get_traced_memory()[1])
-    tracemalloc.stop()
 """
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"{count}.jsonl", count) for count in (200, 2000)]
-    short, long = map(int, python("-c", PEAKS, *paths, check=True).stdout.split())
+    short, long = peaks_of_memory("load", paths, setup=BOUNDED)
     assert long < 1.2 * short
 
 

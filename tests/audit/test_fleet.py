@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import python
+from processes import peaks_of_memory
 
 from omnicomp.audit import build
 from omnicomp.audit.fleet import Fleet, facts_of, fleet, ranges_of, stragglers
@@ -231,27 +231,14 @@ def test_ranges(numbers: tuple[int, ...], text: str) -> None:
     assert ranges_of(numbers) == text
 
 
-# In a process of its own: `tracemalloc` counts what every thread allocates.
-PEAKS = """
-import sys, tracemalloc
-from omnicomp.audit.fleet import fleet
-
-fleet(sys.argv[1])  # what is imported and cached once
-for folder in sys.argv[1:]:
-    tracemalloc.start()
-    fleet(folder)
-    print(tracemalloc.get_traced_memory()[1])
-    tracemalloc.stop()
-"""
-
-
 def test_memory_is_that_of_a_file_and_not_of_the_folder(tmp_path: Path) -> None:
     write(tmp_path / "one" / "0.jsonl", events(graphs=150))
     content = (tmp_path / "one" / "0.jsonl").read_bytes()
     (tmp_path / "many").mkdir()
     for rank in range(16):
         (tmp_path / "many" / f"{rank}.jsonl").write_bytes(content)
-    one, many = map(int, python("-c", PEAKS, tmp_path / "one", tmp_path / "many", check=True).stdout.split())
+    folders = [tmp_path / "one", tmp_path / "many"]
+    one, many = peaks_of_memory("fleet", folders, setup="from omnicomp.audit.fleet import fleet")
     assert many < 1.3 * one
 
 

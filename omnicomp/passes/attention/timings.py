@@ -220,7 +220,7 @@ def forget() -> None:
 
 
 def _measure(problem: "Problem", kernels: Sequence[str], timer: Timer, seconds: float) -> tuple[Timed | None, float]:
-    """The times, or None if time ran out; and the seconds of them that the attention's first call is spared."""
+    """The times, or None if time ran out; and the seconds of them that the program is spared later."""
     start = time.perf_counter()
     times: dict[str, float] = {}
     failed: dict[str, str] = {}
