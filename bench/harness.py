@@ -107,6 +107,9 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time candidates in turn, so that a drift of the machine meets all of them.
 
+    On a device that the host launches work for, each turn begins with a call that does not count: what ran before it,
+    as the garbage collector between two rounds, leaves the host's caches cold.
+
     Args:
         candidates: functions without arguments, warmed up already.
         rounds: how often each candidate has its turn; the order is reversed every other round.
@@ -124,6 +127,8 @@ def interleave(
     try:
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
+                if device != "cpu":
+                    candidates[name]()
                 times[name].append(clocks[name](calls[name]))
             gc.collect()
     finally:

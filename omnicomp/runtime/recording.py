@@ -41,6 +41,7 @@ _HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
 _DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # recordings of one of them: one for each set of weights
+_MADE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
 _UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
 _LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model and the device
@@ -97,6 +98,7 @@ class Recorders:
 
     of: Callable[[int], Recorder]  # the recorder of a device
     retire: Callable[[Any], None]  # lets go of one, with all that it recorded
+    release_retired: Callable[[], None]  # frees what was still held when it was let go of, and is not any longer
     capturing: Callable[[], bool]  # whether the program captures the current stream itself
 
 
@@ -104,7 +106,12 @@ def cuda_recorders() -> Recorders:
     """Torch's trees, which are imported when the first graph is to be recorded."""
     from omnicomp._torch.inductor import cuda_graphs
 
-    return Recorders(of=cuda_graphs.trees_of, retire=cuda_graphs.retire, capturing=cuda_graphs.capturing)
+    return Recorders(
+        of=cuda_graphs.trees_of,
+        retire=cuda_graphs.retire,
+        release_retired=cuda_graphs.release_retired,
+        capturing=cuda_graphs.capturing,
+    )
 
 
 _Sample = tuple[Mark, Mark, float]
@@ -189,6 +196,7 @@ class Recording:
 
     def _around(self, call: Boxed) -> Boxed:
         def around(inputs: list[Any]) -> Sequence[Any]:
+            self._recorders.release_retired()
             if self._integers is None:
                 self._integers = tuple(i for i, value in enumerate(inputs) if isinstance(value, int))
             key = (torch.is_inference_mode_enabled(), *(inputs[i] for i in self._integers))
@@ -316,6 +324,8 @@ class Recording:
             return self._settle(
                 sizes, f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
             )
+        if self._recordable.part == "backward" and self._saved is None and work > _MADE:
+            return self._settle(sizes, "what its forward saves is not in the pool, and lies elsewhere at times")
         held, allowed = recorder.bytes_held(), self._allowed(recorder)
         if held > allowed:
             self._settle(sizes, f"recordings would hold {held} bytes, and may hold {allowed}")

@@ -870,3 +870,33 @@ def test_the_call_that_is_recorded_draws_its_own_numbers_while_the_recording_str
     assert [event.state for event in events() if isinstance(event, CudaGraph)][-1] == "recorded"
     for one, other in zip(*drawn, strict=True):
         assert torch.equal(one, other)
+
+
+def bytes_of_pools() -> int:
+    """What the allocator keeps for the recordings of CUDA graphs, whoever made them."""
+    torch.cuda.empty_cache()  # which frees the pools that nobody has any more
+    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("limit", [2**26, None])
+def test_recordings_of_a_stream_of_lengths_stay_within_their_bound(limit: int | None, training: bool) -> None:
+    torch.compiler.reset()
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).cuda().train(training)
+    options = {"cudagraphs": "always"} | ({} if limit is None else {"cudagraphs_bytes": limit})
+    compiled = torch.compile(model, backend="omni", dynamic=True, options=options)
+    lengths = torch.randint(16, 768, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    peaks: list[int] = []
+    with torch.set_grad_enabled(training):
+        for length in lengths:
+            for _ in range(4):
+                output = compiled(draw(2, length, 512))
+                if training:
+                    output.square().mean().backward()
+                    model.zero_grad()
+                del output
+            allowed = limit or trees_of(torch.cuda.current_device()).bytes_allowed()
+            peaks.append(bytes_of_pools())
+            assert peaks[-1] <= max(allowed, 2**28 if limit is None else 0), (length, peaks)
+    assert max(peaks) > 0, [event.reason for event in events() if isinstance(event, CudaGraph)]

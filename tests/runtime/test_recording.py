@@ -63,6 +63,7 @@ class FakeRecorder:
     capturing: bool = False
     retired: int = 0
     clock: float = 0.0
+    fixed: bool = False  # whether another address of an input takes another recording
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -74,14 +75,17 @@ class FakeRecorder:
     def recorded(self, piece: Piece, model: Boxed) -> Boxed:
         memory: list[Any] = []
         calls = 0
+        seen: set[int] = set()
 
         def call(inputs: list[Any]) -> Sequence[Any]:
             nonlocal calls
             calls += 1
             self.clock -= self.plain_ms - self.replay_ms
             host.ms -= self.plain_host_ms - self.replay_host_ms
-            if calls <= 2:
+            address = inputs[0].data_ptr() if self.fixed else 0
+            if calls <= 2 or (address not in seen):
                 self.work += 1
+            seen.add(address)
             outputs = model(inputs)
             if not memory:
                 memory.extend(each if each is None else torch.empty_like(each) for each in outputs)
@@ -138,7 +142,7 @@ def recording(
         recorder.retired += 1
 
     timeline = Timeline()
-    recorders = Recorders(of=lambda _: recorder, retire=retire, capturing=lambda: recorder.capturing)
+    recorders = Recorders(of=lambda _: recorder, retire=retire, release_retired=lambda: None, capturing=lambda: recorder.capturing)
     where = {"graph": "g0", "part": part, "subgraph": f"g0.{part}.0"}
     Recording(recordable, recorders, always=always, limit=limit, timeline=timeline, where=where)
 
@@ -252,6 +256,26 @@ def test_a_backward_follows_its_forward_into_the_pool_and_out_of_it() -> None:
         run(pooled)
     assert recorder.work == 2
     assert [event.state for event in told()] == ["recorded"]
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_backward_outside_of_the_pool_is_recorded_once(always: bool) -> None:
+    recorder = FakeRecorder(plain_ms=2.0, replay_ms=0.5, fixed=True)
+    run, told = recording(recorder, always=always, part="backward", static=(0,))
+    here, there = torch.ones(3), torch.ones(3)
+    for _ in range(40):
+        run(here)
+    assert [event.state for event in told()] == ["recorded"]
+    assert recorder.work == 2
+    for _ in range(3):
+        run(there)
+    assert recorder.work == 3  # once more, and then no more
+    (_, event) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "not in the pool" in event.reason.sentence
+    run(here)
+    assert recorder.work == 3
 
 
 def test_a_backward_whose_forward_is_never_replayed_is_settled() -> None:
@@ -436,7 +460,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
 
     monkeypatch.setattr(CompiledFxGraph, "__init__", on_cuda)
     monkeypatch.setattr(LoweringContext, "records", property(lambda self: self.policy.records))
-    recorders = Recorders(of=lambda _: recorder, retire=lambda _: None, capturing=lambda: False)
+    recorders = Recorders(of=lambda _: recorder, retire=lambda _: None, release_retired=lambda: None, capturing=lambda: False)
     monkeypatch.setattr("omnicomp.runtime.recording.cuda_recorders", lambda: recorders)
     with inductor.patch(graph_partition=False, fx_graph_cache=False):
         yield recorder

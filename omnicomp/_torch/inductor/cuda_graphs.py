@@ -85,9 +85,14 @@ class Trees(CUDAGraphTreeManager):
     def recorded(self, piece: Piece, model: Boxed) -> Boxed:
         """The function, which is warmed up in its first call, recorded in its second, and replayed in others."""
 
+        returned: list[Sequence[Any]] = []
+
         def counted(inputs: list[Any]) -> Sequence[Any]:
             self.plain += 1
-            return model(inputs)
+            outputs = model(inputs)
+            if not self._recording:
+                returned.append(outputs)
+            return outputs
 
         id = self.new_func_id()
         self.ids_to_stack_traces[id] = None
@@ -109,11 +114,15 @@ class Trees(CUDAGraphTreeManager):
             try:
                 return run(inputs)
             except Exception as error:
-                if not self._recording:  # a warm-up: the error is the program's
+                if not (self._recording or returned):  # a warm-up: the error is the program's
                     raise
-                self._recording = False
                 self.failure = f"recording failed: {str(error).partition(chr(10))[0]}"
+                if not self._recording:  # torch's check of the pool, behind a warm-up
+                    return returned[0]
+                self._recording = False
                 return model(held)
+            finally:
+                returned.clear()
 
         return call
 
@@ -246,9 +255,6 @@ def trees_of(device: int) -> Trees:
     with _making:
         found = _trees.get(device)
         if found is None or found.failure:
-            for each in [each for each in _retired if not each.live()]:
-                _retired.remove(each)
-                each.shutdown()
             if found is not None:
                 retire(found)
             found = _trees[device] = Trees(device)
@@ -263,6 +269,15 @@ def retire(trees: Trees) -> None:
         _retired.append(trees)
     else:
         trees.shutdown()
+
+
+def release_retired() -> None:
+    """Free the memory of pools that were dropped while a tensor of theirs was held, and of which none is held now."""
+    if _retired:
+        with _making:
+            for each in [each for each in _retired if not each.live()]:
+                _retired.remove(each)
+                each.shutdown()
 
 
 def reset() -> None:

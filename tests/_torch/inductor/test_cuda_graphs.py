@@ -1,11 +1,14 @@
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
+from omnicomp._torch.inductor import cuda_graphs
 from omnicomp._torch.inductor.cuda_graphs import all_are_dead, held_once
+from omnicomp._torch.inductor.recordable import Piece
 
 
 class Saves(torch.autograd.Function):
@@ -57,3 +60,62 @@ def test_all_are_dead_once_nobody_holds_a_tensor_a_view_or_what_autograd_saved(k
     result.sum().backward()
     assert all_are_dead(references)
     assert all(reference is None or reference.expired() for reference in references)
+
+
+class Dropped:
+    def __init__(self) -> None:
+        self.held, self.shut_down = True, False
+
+    def live(self) -> bool:
+        return self.held
+
+    def shutdown(self) -> None:
+        self.shut_down = True
+
+
+def test_a_dropped_pool_is_freed_once_nothing_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [Dropped(), Dropped()]
+    monkeypatch.setattr(cuda_graphs, "_retired", list(pools))
+    pools[1].held = False
+    cuda_graphs.release_retired()
+    assert [pool.shut_down for pool in pools] == [False, True]
+    pools[0].held = False
+    cuda_graphs.release_retired()
+    assert pools[0].shut_down
+    assert not cuda_graphs._retired
+
+
+class Bookkeeping(cuda_graphs.Trees):
+    """Trees whose warm-up ends in an error of torch's own check of the pool, or in one of the program."""
+
+    def __init__(self) -> None:
+        self.failure, self.plain, self._recording = "", 0, False
+        self.ids_to_stack_traces, self.ids_to_funcs, self.id_to_mode, self.id_to_compile_id = {}, {}, {}, {}
+        self.func_counter = itertools.count()
+
+    def run(self, new_inputs: list[Any], function_id: Any) -> Any:
+        self.ids_to_funcs[function_id].model(new_inputs)
+        raise RuntimeError("Detected 1 tensor(s) in the cudagraph pool not tracked as outputs.\nDebugging: ...")
+
+
+def test_a_failed_check_of_the_pool_gives_the_pool_up_and_keeps_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_set_cached_tensors_enabled", lambda _: None)
+    trees, calls = Bookkeeping(), itertools.count()
+    piece = Piece(part="inference", static=(), mutated=(), constants=(), placeholders=())
+    call = trees.recorded(piece, lambda inputs: [next(calls), *inputs])
+    assert call([7]) == [0, 7]
+    assert trees.failure == "recording failed: Detected 1 tensor(s) in the cudagraph pool not tracked as outputs."
+    assert call([8]) == [1, 8]  # plainly
+
+
+def test_an_error_of_the_program_in_a_warm_up_is_the_program_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_set_cached_tensors_enabled", lambda _: None)
+    trees = Bookkeeping()
+    piece = Piece(part="inference", static=(), mutated=(), constants=(), placeholders=())
+
+    def fails(inputs: list[Any]) -> Any:
+        raise ValueError("the program's own")
+
+    with pytest.raises(ValueError, match="the program's own"):
+        trees.recorded(piece, fails)([7])
+    assert not trees.failure
