@@ -57,6 +57,7 @@ class Trees(CUDAGraphTreeManager):
         self._thread: weakref.ref[threading.Thread] | None = None
         self._used_on = torch.cuda.current_stream(device_index)
         self._recording = False
+        self._ran = False  # whether the call that is being made got as far as the program's code, or a replay
         self._copied: set[FunctionID] = set()  # whose outputs are all copied when they return
 
     def can_start_new_generation(self) -> bool:
@@ -85,10 +86,11 @@ class Trees(CUDAGraphTreeManager):
     def recorded(self, piece: Piece, model: Boxed) -> Boxed:
         """The function, which is warmed up in its first call, recorded in its second, and replayed in others."""
 
-        returned: list[Sequence[Any]] = []
+        returned: list[Sequence[Any]] = []  # by a warm-up
 
         def counted(inputs: list[Any]) -> Sequence[Any]:
             self.plain += 1
+            self._ran = True
             outputs = model(inputs)
             if not self._recording:
                 returned.append(outputs)
@@ -111,16 +113,15 @@ class Trees(CUDAGraphTreeManager):
                 return model(inputs)
             torch._C._set_cached_tensors_enabled(True)  # torch's own reset ends it for all trees
             held = list(inputs)  # so that no recording writes over what its caller may go on to hold
+            self._ran = False
             try:
                 return run(inputs)
             except Exception as error:
-                if not (self._recording or returned):  # a warm-up: the error is the program's
-                    raise
-                self.failure = f"recording failed: {str(error).partition(chr(10))[0]}"
-                if not self._recording:  # torch's check of the pool, behind a warm-up
-                    return returned[0]
+                if self._ran and not (self._recording or returned):
+                    raise  # a warm-up, of which the error is the program's, or a replay
                 self._recording = False
-                return model(held)
+                self.failure = f"recording failed: {str(error).partition(chr(10))[0]}"
+                return returned[0] if returned else model(held)  # torch's check of the pool may come behind a warm-up
             finally:
                 returned.clear()
 
@@ -144,6 +145,11 @@ class Trees(CUDAGraphTreeManager):
         outputs = super().run_eager(new_inputs, function_id)
         self._note()
         return outputs
+
+    def execute_node(self, node: CUDAGraphNode, new_inputs: list[Any]) -> Any:
+        """Replay."""
+        self._ran = True
+        return super().execute_node(node, new_inputs)
 
     def _note(self) -> None:
         self.work += 1

@@ -86,21 +86,26 @@ def test_a_dropped_pool_is_freed_once_nothing_of_it_is_held(monkeypatch: pytest.
 
 
 class Bookkeeping(cuda_graphs.Trees):
-    """Trees whose warm-up ends in an error of torch's own check of the pool, or in one of the program."""
+    """Trees whose first call ends in an error of torch's own check of the pool, behind the model or in front of it."""
 
-    def __init__(self) -> None:
-        self.failure, self.plain, self._recording = "", 0, False
+    def __init__(self, *, behind: bool = True) -> None:
+        self.behind = behind
+        self.failure, self.plain, self._recording, self._ran = "", 0, False, False
         self.ids_to_stack_traces, self.ids_to_funcs, self.id_to_mode, self.id_to_compile_id = {}, {}, {}, {}
         self.func_counter = itertools.count()
 
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        self.ids_to_funcs[function_id].model(new_inputs)
+        if self.behind:
+            self.ids_to_funcs[function_id].model(new_inputs)
         raise RuntimeError("Detected 1 tensor(s) in the cudagraph pool not tracked as outputs.\nDebugging: ...")
 
 
-def test_a_failed_check_of_the_pool_gives_the_pool_up_and_keeps_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_failed_check_of_the_pool_gives_the_pool_up_and_keeps_the_results(
+    behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch._C, "_set_cached_tensors_enabled", lambda _: None)
-    trees, calls = Bookkeeping(), itertools.count()
+    trees, calls = Bookkeeping(behind=behind), itertools.count()
     piece = Piece(part="inference", static=(), mutated=(), constants=(), placeholders=())
     call = trees.recorded(piece, lambda inputs: [next(calls), *inputs])
     assert call([7]) == [0, 7]
@@ -119,3 +124,19 @@ def test_an_error_of_the_program_in_a_warm_up_is_the_program_s(monkeypatch: pyte
     with pytest.raises(ValueError, match="the program's own"):
         trees.recorded(piece, fails)([7])
     assert not trees.failure
+
+
+def test_an_error_of_a_replay_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_set_cached_tensors_enabled", lambda _: None)
+    trees = Bookkeeping(behind=False)
+    piece = Piece(part="inference", static=(), mutated=(), constants=(), placeholders=())
+    node = Node()
+    monkeypatch.setattr(trees, "run", lambda inputs, function_id: trees.execute_node(node, inputs))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        trees.recorded(piece, lambda inputs: [])([7])
+    assert not trees.failure
+
+
+class Node:
+    def run(self, inputs: list[Any]) -> Any:
+        raise RuntimeError("the device is lost")
