@@ -142,7 +142,9 @@ def recording(
         recorder.retired += 1
 
     timeline = Timeline()
-    recorders = Recorders(of=lambda _: recorder, retire=retire, release_retired=lambda: None, capturing=lambda: recorder.capturing)
+    recorders = Recorders(
+        of=lambda _: recorder, retire=retire, release_retired=lambda: None, capturing=lambda: recorder.capturing
+    )
     where = {"graph": "g0", "part": part, "subgraph": f"g0.{part}.0"}
     Recording(recordable, recorders, always=always, limit=limit, timeline=timeline, where=where)
 
@@ -460,7 +462,9 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
 
     monkeypatch.setattr(CompiledFxGraph, "__init__", on_cuda)
     monkeypatch.setattr(LoweringContext, "records", property(lambda self: self.policy.records))
-    recorders = Recorders(of=lambda _: recorder, retire=lambda _: None, release_retired=lambda: None, capturing=lambda: False)
+    recorders = Recorders(
+        of=lambda _: recorder, retire=lambda _: None, release_retired=lambda: None, capturing=lambda: False
+    )
     monkeypatch.setattr("omnicomp.runtime.recording.cuda_recorders", lambda: recorders)
     with inductor.patch(graph_partition=False, fx_graph_cache=False):
         yield recorder

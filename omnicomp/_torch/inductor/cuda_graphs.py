@@ -85,7 +85,6 @@ class Trees(CUDAGraphTreeManager):
 
     def recorded(self, piece: Piece, model: Boxed) -> Boxed:
         """The function, which is warmed up in its first call, recorded in its second, and replayed in others."""
-
         returned: list[Sequence[Any]] = []  # by a warm-up
 
         def counted(inputs: list[Any]) -> Sequence[Any]:
