@@ -255,7 +255,6 @@ class Side:
 
 def side(model: nn.Module, inputs: dict[str, Any], regions: str, arguments: argparse.Namespace) -> Side:
     """Compile a model, and call it once."""
-    torch.compiler.reset()
     omnicomp.timeline.clear()
     compiled = torch.compile(model, backend="omni", options={"regions": regions})
 
@@ -282,6 +281,7 @@ def side(model: nn.Module, inputs: dict[str, Any], regions: str, arguments: argp
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What is found in one model."""
+    torch.compiler.reset()  # once: behind another one the first side would be compiled again while it is timed
     torch.manual_seed(0)
     item = MODELS[name]
     model, inputs = item.make().to(arguments.device), item.inputs()
