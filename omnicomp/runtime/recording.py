@@ -41,7 +41,7 @@ _HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
 _DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # recordings of one of them: one for each set of weights
-_MADE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
+_STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
 _UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
 _LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model and the device
@@ -324,7 +324,7 @@ class Recording:
             return self._settle(
                 sizes, f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
             )
-        if self._recordable.part == "backward" and self._saved is None and work > _MADE:
+        if self._recordable.part == "backward" and self._saved is None and work > _STABLE:
             return self._settle(sizes, "what its forward saves is not in the pool, and lies elsewhere at times")
         held, allowed = recorder.bytes_held(), self._allowed(recorder)
         if held > allowed:

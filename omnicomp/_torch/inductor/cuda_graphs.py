@@ -277,8 +277,11 @@ def retire(trees: Trees) -> None:
 
 
 def release_retired() -> None:
-    """Free the memory of pools that were dropped while a tensor of theirs was held, and of which none is held now."""
-    if _retired:
+    """Free the memory of pools that were dropped while a tensor of theirs was held, and of which none is held now.
+
+    Not while the program captures a CUDA graph of its own, into which nothing of this belongs.
+    """
+    if _retired and not capturing():
         with _making:
             for each in [each for each in _retired if not each.live()]:
                 _retired.remove(each)

@@ -80,6 +80,10 @@ def test_a_dropped_pool_is_freed_once_nothing_of_it_is_held(monkeypatch: pytest.
     cuda_graphs.release_retired()
     assert [pool.shut_down for pool in pools] == [False, True]
     pools[0].held = False
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda: True)
+    cuda_graphs.release_retired()
+    assert not pools[0].shut_down  # in the middle of a capture of the program's own
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda: False)
     cuda_graphs.release_retired()
     assert pools[0].shut_down
     assert not cuda_graphs._retired
