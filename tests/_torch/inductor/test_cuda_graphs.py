@@ -76,6 +76,7 @@ class Dropped:
 def test_a_dropped_pool_is_freed_once_nothing_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = [Dropped(), Dropped()]
     monkeypatch.setattr(cuda_graphs, "_retired", list(pools))
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda: False)
     pools[1].held = False
     cuda_graphs.release_retired()
     assert [pool.shut_down for pool in pools] == [False, True]
