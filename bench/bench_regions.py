@@ -1,6 +1,7 @@
 """Which regions of real models are built once, are the values those of the whole build, and at what speed?
 
     python bench/bench_regions.py [--quick] [--models llama vit] [--build] [--training] [--json FILE]
+    LAYERS=8 WIDTH=1024 HEADS=16 TOKENS=512 DTYPE=bfloat16 python bench/bench_regions.py --device cuda --build
 
 The models are those of transformers, timm and diffusers by their configurations, shrunk, with random weights; what is
 not installed is left out, and said. Without `--build`, Inductor's code generation is replaced by the graph that it
@@ -25,7 +26,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-from harness import add_common_arguments, interleave, machine, markdown_table
+from harness import add_common_arguments, interleave, machine, markdown_table, wait_for_turn
 from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_leaves
@@ -38,17 +39,25 @@ from omnicomp.timeline.events import Retreat
 LAYERS: Final = int(os.environ.get("LAYERS", "6"))
 WIDTH: Final = int(os.environ.get("WIDTH", "64"))
 TOKENS: Final = int(os.environ.get("TOKENS", "32"))
+HEADS: Final = int(os.environ.get("HEADS", "4"))
+DTYPE: Final = getattr(torch, os.environ.get("DTYPE", "float32"))
 
 _SMALL: Final[dict[str, Any]] = {
     "hidden_size": WIDTH,
-    "num_attention_heads": 4,
+    "num_attention_heads": HEADS,
     "num_hidden_layers": LAYERS,
     "intermediate_size": 2 * WIDTH,
     "vocab_size": 256,
     "max_position_embeddings": 4 * TOKENS,
 }
-_DECODER: Final[dict[str, Any]] = {**_SMALL, "num_key_value_heads": 2, "head_dim": WIDTH // 4, "pad_token_id": 0}
-_IMAGE: Final[dict[str, Any]] = {**_SMALL, "image_size": 32, "patch_size": 8}
+_DECODER: Final[dict[str, Any]] = {
+    **_SMALL,
+    "num_key_value_heads": HEADS // 2,
+    "head_dim": WIDTH // HEADS,
+    "pad_token_id": 0,
+}
+SIDE: Final = int(os.environ.get("SIDE", "32"))
+_IMAGE: Final[dict[str, Any]] = {**_SMALL, "image_size": SIDE, "patch_size": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +76,7 @@ def _both() -> dict[str, Any]:
     return {**_tokens(), "decoder_input_ids": torch.randint(1, 256, (2, TOKENS // 2))}
 
 
-def _pixels(side: int = 32) -> Callable[[], dict[str, Any]]:
+def _pixels(side: int = SIDE) -> Callable[[], dict[str, Any]]:
     return lambda: {"pixel_values": torch.randn(2, 3, side, side)}
 
 
@@ -126,26 +135,30 @@ MODELS: Final[dict[str, Model]] = {
     },
     "gpt_neox": _transformers("gpt_neox", _tokens, _SMALL),
     "gpt2": _transformers(
-        "gpt2", _tokens, {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 4 * TOKENS, "vocab_size": 256}
+        "gpt2",
+        _tokens,
+        {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 4 * TOKENS, "vocab_size": 256},
     ),
     "opt": _transformers("opt", _tokens, {**_SMALL, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}),
-    "bloom": _transformers("bloom", _tokens, {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": 256}),
+    "bloom": _transformers(
+        "bloom", _tokens, {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": 256}
+    ),
     "mamba": _transformers("mamba", _tokens, {**_SMALL, "state_size": 8}),
     **{kind: _transformers(kind, _tokens, _SMALL) for kind in ("bert", "roberta", "electra", "albert", "deberta-v2")},
     "distilbert": _transformers(
         "distilbert",
         _tokens,
-        {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 2 * WIDTH, "vocab_size": 256},
+        {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 2 * WIDTH, "vocab_size": 256},
     ),
     "t5": _transformers(
         "t5",
         _both,
         {
             "d_model": WIDTH,
-            "d_kv": WIDTH // 4,
+            "d_kv": WIDTH // HEADS,
             "d_ff": 2 * WIDTH,
             "num_layers": LAYERS,
-            "num_heads": 4,
+            "num_heads": HEADS,
             "vocab_size": 256,
         },
     ),
@@ -159,7 +172,7 @@ MODELS: Final[dict[str, Model]] = {
             **{
                 f"{side}_{name}": value
                 for side in ("encoder", "decoder")
-                for name, value in {"layers": LAYERS, "attention_heads": 4, "ffn_dim": 2 * WIDTH}.items()
+                for name, value in {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}.items()
             },
         },
     ),
@@ -284,12 +297,13 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.compiler.reset()  # once: behind another one the first side would be compiled again while it is timed
     torch.manual_seed(0)
     item = MODELS[name]
-    model, inputs = item.make().to(arguments.device), item.inputs()
+    model, inputs = item.make().to(arguments.device, DTYPE), item.inputs()
     model.train(arguments.training)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    inputs = {key: v.to(arguments.device) if isinstance(v, torch.Tensor) else v for key, v in inputs.items()}
+    tensors = {key: v.to(arguments.device) for key, v in inputs.items() if isinstance(v, torch.Tensor)}
+    inputs |= {key: v.to(DTYPE) if v.is_floating_point() else v for key, v in tensors.items()}
     with _generating(arguments.build):
         sides: dict[str, Side] = {}
         for regions in ("never", "always"):
@@ -306,6 +320,10 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         }
         if arguments.build:
             rounds = arguments.rounds or (5 if arguments.quick else 15)
+            for _ in range(30 if arguments.device == "cuda" else 0):  # until CUDA graphs are recorded
+                for each in sides.values():
+                    each.call()
+            wait_for_turn(arguments.device)
             times = interleave(
                 {regions: each.call for regions, each in sides.items()},
                 rounds=rounds,

@@ -121,8 +121,8 @@ def omni(
             )
             if behind is not None:
                 return behind
-        if graph.device.type == "cpu" and uses_inductor(graph):
-            first_build.begin(policy.inductor)
+        if uses_inductor(graph):
+            first_build.begin(graph.device.type, policy.inductor)
         try:
             compiled = compile_graph(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from omnicomp._torch.dynamo import regions as traced
 from omnicomp._torch.fx import copy_module, effects
@@ -84,16 +85,19 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
         options: Inductor's, of the program.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    if len(nodes) < regions.PAYS or not (always or device == "cpu") or any(map(traced.sets_state, nodes)):
+    if len(nodes) < regions.PAYS or not (always or device in regions.MEASURED) or any(map(traced.sets_state, nodes)):
         return None
     with torch._inductor.config.patch(dict(options)):  # type: ignore[attr-defined]
         if shared_code.unshareable(module, before_autograd=True):
             return None
     facts = _Facts()
+    module, computed_once = _computed_once(module, facts)
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     rules = Rules(
         refused=lambda node: not facts.of(node).is_pure,
         stops_fusion=lambda node: facts.of(node).is_called,
         is_view=facts.is_view,
+        in_memory=computed_once.__contains__,
         smallest=regions.SMALLEST,
         worth=regions.WORTH,
         text=facts.text,
@@ -112,14 +116,20 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
     for index, repeat in enumerate(repeats):
         runs = [[by_name[each] for each in names[start : start + repeat.length]] for start in repeat.starts]
         body = Body(copy, runs, facts.is_view)
-        if not _is_sound(body, runs):
+        # AOTAutograd traces the first call: what it is given twice there would be one operand in all.
+        while len(runs) > 1 and len({facts.tensor(node) for node in body.operands(runs[0])}) < len(
+            body.operands(runs[0])
+        ):
+            runs = runs[1:]
+            body = Body(copy, runs, facts.is_view)
+        if len(runs) < 2 or not _is_sound(body, runs):
             continue
         name = f"{_NAME}{index}"
         titles[name] = title(runs[0])
         places[name] = [_places(runs[0], run) for run in runs]
         for number, call in enumerate(body.put_calls(copy, name)):
             traced.number_call(call, number)
-        saved += repeat.saved
+        saved += (len(runs) - 1) * repeat.length
     if saved < regions.PAYS:
         return None
     copy.graph.lint()
@@ -146,10 +156,77 @@ class _Facts:
             self._facts[text] = traced.facts_of(node)
         return self._facts[text]
 
+    def tensor(self, node: Node) -> Node:
+        """The node that made the tensor that a node returns: `contiguous` may return what it takes, and `add_` does."""
+        while node.op in ("call_function", "call_method"):
+            same = self.of(node).same
+            if same is None:
+                return node
+            node = node.all_input_nodes[same]
+        return node
+
     def is_view(self, node: Node) -> bool:
         if node.target is operator.getitem and not isinstance(fake_value(node.args[0]), torch.Tensor):
             return isinstance(node.args[0], Node) and self.is_view(node.args[0])
         return self.of(node).is_view
+
+
+def _computed_once(module: GraphModule, facts: _Facts) -> tuple[GraphModule, set[Node]]:
+    """The graph with what several kernels are called with computed once, in front of what repeats; and those nodes.
+
+    Behind autograd equal operators on equal operands are one anyway. In a body they would be done anew in each call:
+    the layers of T5 make the same bias contiguous. What is fused into a layer's own kernels stays there.
+    Only what has no effect is moved, and past nothing that has one. What is returned, or written to, stays by itself.
+    """
+    calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    by_itself: set[Node] = set()
+    called: set[Node] = set()  # what is in memory, as code that nothing is fused with reads it
+    for node in reversed(calls):
+        for user in node.users:
+            is_view = user.op != "output" and facts.is_view(user)
+            if user.op == "output" or not facts.of(user).is_pure or (user in by_itself and is_view):
+                by_itself.add(node)
+            elif facts.of(user).is_called or (user in called and is_view):
+                called.add(node)
+    first: dict[Node, Node] = {}  # of those that are equal
+    equal: dict[Any, list[Node]] = {}
+    bounds: dict[Node, Node] = {}  # the last node in front of one that has an effect
+    last: Node | None = None
+    for node in calls:
+        if not facts.of(node).is_pure:
+            last = node
+        elif node not in by_itself:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda operand: first.get(operand, operand))
+            nodes = equal.setdefault((last, facts.text(node), repr(args), repr(kwargs)), [])
+            nodes.append(node)
+            first[node] = nodes[0]
+            if last is not None:
+                bounds[node] = last
+    repeated = {nodes[0]: nodes for nodes in equal.values() if len(nodes) > 1}
+    wanted: set[Node] = set()
+    for node in reversed(list(repeated)):
+        if not called.isdisjoint(repeated[node]) or any(first.get(user) in wanted for user in node.users):
+            wanted.add(node)
+    if not wanted:
+        return module, wanted
+    copy = copy_module(module, lazy=True)
+    copied = dict(zip(module.graph.nodes, copy.graph.nodes, strict=True))
+    place: dict[Node, tuple[int, ...]] = {node: (index,) for index, node in enumerate(copy.graph.nodes)}
+    front = max((node for node in place if node.op == "placeholder"), key=place.__getitem__, default=next(iter(place)))
+    for node in filter(wanted.__contains__, repeated):
+        kept, *others = [copied[each] for each in repeated[node]]
+        for other in others:
+            other.replace_all_uses_with(kept)
+            copy.graph.erase_node(other)
+            del place[other]
+        before = [front, *kept.all_input_nodes, *([copied[bounds[node]]] if node in bounds else [])]
+        place[kept] = (*max(place[each] for each in before), *place[kept])
+    for one, another in itertools.pairwise(sorted(place, key=place.__getitem__)):
+        if another.prev is not one:
+            one.append(another)
+    copy.graph.lint()
+    copy.recompile()
+    return copy, {copied[node] for node in wanted}
 
 
 def _is_sound(body: Body, runs: Sequence[Sequence[Node]]) -> bool:

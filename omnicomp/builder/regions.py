@@ -33,6 +33,10 @@ PAYS: Final = 120
 """Operators that must be saved in a part, about two seconds on one core, before anything is rewritten."""
 
 
+MEASURED: Final = ("cpu", "cuda")
+"""Types of devices on which what calls cost was measured."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
     """What of a graph is built once."""
@@ -55,7 +59,7 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
         return Shared()
     if sum(1 for node in graph.nodes if node.op == "call_function") < PAYS:
         return Shared()
-    if policy.regions == "auto" and context.device.type != "cpu":
+    if policy.regions == "auto" and context.device.type not in MEASURED:
         why = f"calls of regions are not measured on {context.device.type}"
         return Shared(left_whole=left_whole(why, lever="options={'regions': 'always'} builds repeated regions once"))
     why = shared_code.unshareable(module)
@@ -260,7 +264,10 @@ def _call(run: Sequence[Node], body: Body, fetched: Node, name: str) -> Node:
         call.meta.update(_provenance(run[0]))
         for index, node in enumerate(made):
             results[node] = graph.call_function(operator.getitem, (call, index))
-            results[node].meta.update(_provenance(node), val=fake_value(node))
+            # AOTAutograd's cache keeps no graph with a method of a node that has no example.
+            known = [key for key in ("val", "example_value") if key == "val" or key in node.meta]
+            values = dict.fromkeys(known, fake_value(node))
+            results[node].meta.update(_provenance(node), **values)
 
         def again(node: Node) -> Node:
             if node not in members:

@@ -189,8 +189,8 @@ class Policy:
         "auto",
         choice("auto", "always", "never"),
         "regions of a graph that repeat, such as the layers of a transformer, are built once and called as often as "
-        'they occur, on the CPU, where that saves two seconds or more and costs no fusion; `"always"`: on other '
-        'devices, too, where their calls were not measured; `"never"`: each is built',
+        'they occur, on the CPU and on CUDA, where that saves two seconds or more and costs no fusion; `"always"`: on '
+        'other devices, too, where their calls were not measured; `"never"`: each is built',
     )
     cudagraphs: str = option(
         "auto",

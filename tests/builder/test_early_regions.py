@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -139,6 +140,71 @@ def test_views_are_made_outside() -> None:
         return (*kept, x)
 
     assert same(run, torch.randn(4, 8), *weights(5)).calls
+
+
+def test_what_layers_share_is_computed_once() -> None:
+    def run(x: torch.Tensor, bias: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor]:
+        for weight in all:
+            q = F.linear(x, weight).view(1, 4, 2, 4).transpose(1, 2)
+            mask = torch.where(torch.arange(4) < 3, bias.permute(2, 0, 1).unsqueeze(0), -1.0).contiguous()
+            y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+            x = torch.sin(y.transpose(1, 2).reshape(1, 4, 8)) + x
+        return (x,)
+
+    seen = same(run, torch.randn(1, 4, 8), torch.randn(4, 4, 2), *weights(5))
+    assert sum(seen.calls.values()) == 5
+    (found,) = seen.found
+    assert found is not None
+    assert [node.target for node in found.module.graph.nodes].count("contiguous") == 1
+    (name,) = found.titles
+    body = getattr(found.module, name)
+    assert not {"contiguous", "permute", torch.where, torch.arange} & {node.target for node in body.graph.nodes}
+
+
+@pytest.mark.parametrize("how", ["the source is written to", "the result is written to", "it is returned", "a view is"])
+def test_what_layers_only_seem_to_share_is_computed_in_each(how: str) -> None:
+    def run(x: torch.Tensor, bias: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results: list[torch.Tensor] = []
+        for weight in all:
+            turned = bias.t().contiguous()
+            x = (layer(x, weight) @ turned).sin()
+            if how == "the source is written to":
+                bias.mul_(1.5)
+            elif how == "the result is written to":
+                x = x + turned.mul_(2)[:4]
+            elif how == "it is returned":
+                results.append(turned)
+            else:
+                results.append(turned[1:])
+        return (x, *results)
+
+    inputs = torch.randn(4, 8), torch.randn(8, 8), *weights(5)
+    same(run, *inputs)
+    with torch.no_grad():
+        _, *results = torch.compile(run, backend=Seen(inlined=False))(*inputs)
+    assert len({each.untyped_storage().data_ptr() for each in results}) == len(results)
+
+
+@pytest.mark.parametrize("how", [lambda x: F.dropout(x, 0.5, False), lambda x: x.contiguous(), lambda x: x.mul_(2)])
+def test_a_tensor_that_the_first_layer_is_given_twice(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def run(first: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor]:
+        x = how(first)
+        for weight in all:
+            x = torch.sin(F.linear(x, weight)) * 2 + first
+        return (x,)
+
+    assert list(same(run, torch.randn(4, 8), *weights(6)).calls.values()) in ([5], [6])
+
+
+def test_a_graph_with_calls_is_kept() -> None:
+    def run(x: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor]:
+        for weight in all:
+            x = layer(x, weight)
+        return (x.view(2, 16).sum(-1),)
+
+    (found,) = same(run, torch.randn(4, 8), *weights(5)).found
+    assert found is not None
+    check_cacheable(found.module)  # raises where AOTAutograd's cache would not keep it
 
 
 def test_writes_stay_where_they_are() -> None:
@@ -287,6 +353,9 @@ STEPS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, w: x.reshape(2, 16).unbind(0)[1].view(2, 8).repeat(2, 1),
     lambda x, w: x.topk(8, -1).values,
     lambda x, w: x.to(torch.float32).expand(4, 8),
+    lambda x, w: F.linear(x, w.t().contiguous()),
+    lambda x, w: x @ w.tril().softmax(-1),
+    lambda x, w: x @ w.mul_(0.9),
 ]
 
 
@@ -296,12 +365,13 @@ def test_random_programs(seed: int) -> None:
     steps = choice.choices(STEPS, k=choice.randint(3, 10))
     odd, kept = choice.randrange(6), choice.randrange(len(steps))
     exposed = choice.random() < 0.5
+    shared = [choice.random() < 0.4 for _ in steps]  # whether all layers take the first one's weight
 
     def run(x: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results: list[torch.Tensor] = []
         for index, weight in enumerate(all):
             for number, step in enumerate(steps):
-                x = step(x, weight)
+                x = step(x, all[0] if shared[number] else weight)
                 if number == kept and (exposed or index == odd):
                     results.append(x[1:])
             if index == odd:

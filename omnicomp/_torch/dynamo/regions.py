@@ -51,6 +51,7 @@ class Facts:
     is_view: bool = False  # whether a result is in memory of what it takes, or is what it takes
     is_called: bool = False  # whether Inductor calls a kernel for it
     is_convolution: bool = False  # whether there is a convolution in it, for which Inductor may choose layouts
+    same: int | None = None  # the index among its input nodes of the tensor that it returns as it is
 
 
 def facts_of(node: Node) -> Facts:
@@ -82,7 +83,8 @@ def facts_of(node: Node) -> Facts:
             quiet.enter_context(environment.ignore_fresh_unbacked_symbols())
         quiet.enter_context(mode)
         quiet.enter_context(torch.no_grad())
-        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: tree_map(like, _operand(operand)))
+        passed = {source: tree_map(like, _operand(source)) for source in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), passed.__getitem__)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         versions = [each._version for each in tensors]
         seen = quiet.enter_context(_Recorded())
@@ -94,6 +96,7 @@ def facts_of(node: Node) -> Facts:
         is_view=not _memory(tensors).isdisjoint(_memory(made)),
         is_called=any(map(is_called_operator, seen.operators)),
         is_convolution=any("convolution" in str(each) for each in seen.operators),
+        same=next((index for index, each in enumerate(passed.values()) if each is made), None),
     )
 
 

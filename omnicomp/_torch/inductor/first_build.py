@@ -1,5 +1,7 @@
-"""What the first C++ build of a cache folder waits for, begun in a thread while its graph is on the way to Inductor.
+"""What the first build waits for, begun while its graph is on the way to Inductor.
 
+On a GPU these are the processes that compile Triton's kernels. They take seconds to start, and what Inductor generates
+until then is compiled in the program's own process, one kernel after another. On the CPU it is done in a thread:
 Inductor compiles a test for each vector instruction set of the processor, one after another, when it generates the
 first kernel, and precompiles its header when it builds that. It holds a file lock meanwhile, and takes what is there
 already, so that it takes what was begun here, or waits for the rest.
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch._inductor.config
 from torch._inductor import cpu_vec_isa
-from torch._inductor.async_compile import get_compile_threads
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from omnicomp._torch.inductor import libraries
@@ -28,17 +30,22 @@ log = logger("omnicomp.first_build")
 _begun = threading.Event()
 
 
-def begin(options: Mapping[str, Any]) -> None:
-    """Begin it, once a process, if nothing was built in the cache folder and Inductor may use more than one thread.
+def begin(device: str, options: Mapping[str, Any]) -> None:
+    """Begin it, once a process, if Inductor may use more than one thread, and on the CPU if its cache folder is empty.
 
     The thread runs only Inductor's own code, and the program does not end before it: nothing is left half done.
 
     Args:
-        options: Inductor's, of a graph on the CPU.
+        device: the type of the device that a graph is on.
+        options: Inductor's, of that graph.
     """
     config: Any = torch._inductor.config
-    others = any(name.startswith(("cpp", "compile_threads")) for name in options)  # the thread does not see them
-    if _begun.is_set() or others or config.cpu_backend != "cpp" or get_compile_threads() <= 1:
+    if any(name.startswith(("cpp", "compile_threads")) for name in options):  # neither of both sees them
+        return
+    if device in ("cuda", "xpu"):
+        AsyncCompile.wakeup()  # as `compile_fx` does, before AOTAutograd
+        return
+    if device != "cpu" or _begun.is_set() or config.cpu_backend != "cpp" or get_compile_threads() <= 1:
         return
     if sys.platform != "linux":  # elsewhere a library may be there by half
         return

@@ -71,8 +71,8 @@ def test_sets_of_the_processor_are_tested_and_the_header_made(
     threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = _watch(monkeypatch)
-    first_build.begin({"epilogue_fusion": False})
-    first_build.begin({})
+    first_build.begin("cpu", {"epilogue_fusion": False})
+    first_build.begin("cpu", {})
     assert len(threads) == 1
     threads[0].join()
     assert sorted(done[:2]) == ["one", "one two"]
@@ -83,7 +83,7 @@ def test_what_fails_is_left_to_the_build_that_needs_it(
     threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = _watch(monkeypatch, works=False)
-    first_build.begin({})
+    first_build.begin("cpu", {})
     threads[0].join()
     assert "header" not in done
 
@@ -102,7 +102,7 @@ def test_nothing_is_begun_where_it_may_be_for_nothing(
     else:
         config["cpu_backend"] = "triton"
     with torch._inductor.config.patch(config):  # type: ignore[attr-defined]
-        first_build.begin(options)
+        first_build.begin("cpu", options)
     assert not threads
     assert not done
 
@@ -121,6 +121,20 @@ def test_a_graph_that_inductor_gets_begins_it(
     assert ("header" in done) == bool(threads)
 
 
+@pytest.mark.parametrize(("device", "woken"), [("cuda", 1), ("xpu", 1), ("cpu", 0), ("meta", 0)])
+def test_the_processes_that_compile_for_a_gpu_are_started(
+    device: str, woken: int, threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    _watch(monkeypatch)
+    monkeypatch.setattr(first_build.AsyncCompile, "wakeup", lambda: calls.append(1))
+    first_build.begin(device, {"compile_threads": 1})
+    assert not calls
+    first_build.begin(device, {})
+    assert len(calls) == woken
+    assert len(threads) == (device == "cpu")
+
+
 def _refused(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no build is needed here")
 
@@ -130,7 +144,7 @@ def test_inductor_takes_what_was_begun(
     threads: list[threading.Thread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codecache.CppPythonBindingsCodeCache.cache_clear()
-    first_build.begin({})
+    first_build.begin("cpu", {})
     threads[0].join()
     assert not list(tmp_path.rglob("*.tmp"))
     tests = list(tmp_path.rglob("*.so"))
