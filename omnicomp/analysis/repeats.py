@@ -42,6 +42,7 @@ class Rules:
     stops_fusion: Callable[[Node], bool]  # whether a node is code of its own, which nothing is fused across
     is_view: Callable[[Node], bool]  # whether the result of a node is in the memory of its first argument
     in_memory: Callable[[Node], bool] = lambda node: False  # whether a result is in memory wherever the graph is cut
+    stays: Callable[[Node], bool] = lambda node: False  # whether a result must not be passed to or from a run
     smallest: int  # operators that a run has at least
     worth: int = 0  # operators that all but one of its occurrences have at least, together
     text: Callable[[Node], str] = node_text  # the same for operators that may be in the same place of two occurrences
@@ -112,9 +113,10 @@ class _Finder:
                     lost[begin + 1] += 1
                     lost[index + 1] -= 1
         values = [fake_value(node) for node in self._nodes]
-        whole = [isinstance(value, torch.Tensor) or _is_size(value) for value in values]
-        for index, node in enumerate(self._nodes):  # results of several tensors are taken apart where they are made
-            if not whole[index]:
+        for index, node in enumerate(self._nodes):
+            # Results of several tensors are taken apart where they are made.
+            is_one = isinstance(values[index], torch.Tensor) or _is_size(values[index])
+            if not is_one or self._rules.stays(node):
                 last = max((self._position.get(user, index) for user in node.users), default=index)
                 lost[index + 1] += 1
                 lost[last + 1] -= 1

@@ -93,18 +93,18 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
     facts = _Facts()
     module, computed_once = _computed_once(module, facts)
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    laid_out = any(facts.of(node).is_convolution for node in nodes)
     rules = Rules(
-        refused=lambda node: not facts.of(node).is_pure,
+        refused=lambda node: not facts.of(node).is_pure or facts.of(node).is_convolution,
         stops_fusion=lambda node: facts.of(node).is_called,
         is_view=facts.is_view,
         in_memory=computed_once.__contains__,
+        stays=lambda node: laid_out and regions.is_image(node),
         smallest=regions.SMALLEST,
         worth=regions.WORTH,
         text=facts.text,
     )
     repeats = find_repeats(nodes, rules)
-    if any(facts.of(node).is_convolution for node in nodes):
-        return None  # Inductor chooses layouts of the whole graph
     if sum(repeat.saved for repeat in repeats) < regions.PAYS:
         return None
     names = [node.name for node in nodes]

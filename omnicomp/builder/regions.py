@@ -71,19 +71,22 @@ def share_regions(module: GraphModule, context: LoweringContext) -> Shared:
     _gather_results(graph)
     gather_getitems(module)
     nodes = [node for node in graph.nodes if node.op == "call_function" and not shared_code.is_seed(node)]
+    # Nothing that is laid out for a convolution goes in or out of a run: it would be converted on each side.
+    laid_out = shared_code.wants_layouts(module, is_inference=context.part == "inference")
     rules = Rules(
-        refused=lambda node: not _may_move(node, module),
+        refused=lambda node: not _may_move(node, module) or (laid_out and shared_code.is_convolution(node)),
         stops_fusion=shared_code.is_called,
         is_view=shared_code.is_view,
+        stays=lambda node: laid_out and is_image(node),
         smallest=SMALLEST,
         worth=WORTH,
     )
     repeats = find_repeats(nodes, rules)
     saved = sum(repeat.saved for repeat in repeats)
     if saved < PAYS:
-        return Shared(left_whole=left_whole(f"{saved} operators repeat in regions between which nothing is fused"))
-    if shared_code.wants_layouts(module, is_inference=context.part == "inference"):
-        return Shared(left_whole=left_whole("Inductor chooses the layouts of convolutions across the whole graph"))
+        why = f"{saved} operators repeat in regions between which nothing is fused"
+        why += ", and no tensor that Inductor may lay out for a convolution is passed" if laid_out else ""
+        return Shared(left_whole=left_whole(why))
     _fetch_first(graph)
     calls: dict[str, int] = {}
     for index, repeat in enumerate(repeats):
@@ -162,6 +165,12 @@ def _share(module: GraphModule, nodes: Sequence[Node], repeat: Repeat, name: str
     where = title(runs[0])
     body.put_calls(module, name)
     return where
+
+
+def is_image(node: Node) -> bool:
+    """Whether Inductor may lay out what a node computes for a convolution."""
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.dim() >= 4
 
 
 def title(run: Sequence[Node]) -> str:

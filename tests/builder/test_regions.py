@@ -185,6 +185,56 @@ def test_where_calls_were_not_measured_they_are_asked_for() -> None:
     assert share_regions(module, dataclasses.replace(context(regions="always"), device=other)).calls
 
 
+class Patches(nn.Module):
+    """Layers on what a convolution makes of images, and convolutions among them."""
+
+    def __init__(self, count: int, *, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.inside = nn.Conv2d(3, 8, 4, 4), inside
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+        self.mixing = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        for linear, mix in zip(self.layers, self.mixing, strict=True):
+            heads = torch.sin(linear(x)).view(x.shape[0], -1, 2, 4).transpose(1, 2)
+            x = (heads.softmax(-1) @ heads.transpose(2, 3) @ heads).transpose(1, 2).reshape(x.shape) + x
+            if self.inside:
+                x = mix(x.transpose(1, 2).view(x.shape[0], 8, 4, 4)).flatten(2).transpose(1, 2).cos()
+        return x
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_beside_convolutions_are_shared_and_convolutions_are_not(
+    inside: bool, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[GraphModule] = []
+    put_calls = regions.Body.put_calls
+
+    def noting(self: regions.Body, module: GraphModule, name: str) -> list[torch.fx.Node]:
+        bodies.append(self.module)
+        return put_calls(self, module, name)
+
+    monkeypatch.setattr(regions.Body, "put_calls", noting)
+    model, image = Patches(5, inside=inside).double(), torch.randn(2, 3, 16, 16, dtype=torch.double)
+    found: list[list[torch.Tensor]] = []
+    with torch.set_grad_enabled(training):
+        for call in (compiled(model), model):
+            y = call(image)
+            found.append([y, *(torch.autograd.grad(y.cos().sum(), model.layers.parameters()) if training else ())])
+    for one, another in zip(*found, strict=True):
+        torch.testing.assert_close(one, another)
+    assert bodies
+    assert set(repeated()) <= ({"forward", "backward"} if training else {"inference"})
+    for body in bodies:
+        assert not any("conv" in str(node.target) for node in body.graph.nodes)
+        if not training:  # what is saved for the backward is an output of the graph, and an input of the other
+            crossing = [*body.graph.find_nodes(op="placeholder"), *body.graph.output_node().all_input_nodes]
+            assert all(node.meta["val"].dim() < 4 for node in crossing if "val" in node.meta)
+
+
 class Layer(nn.Module):
     """A feed-forward block with a norm, dropout, and a residual sum."""
 

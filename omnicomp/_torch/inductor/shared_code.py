@@ -118,6 +118,11 @@ def wants_layouts(module: GraphModule, *, is_inference: bool) -> bool:
     return bool(GraphLowering.decide_layout_opt(module, is_inference=is_inference))
 
 
+def is_convolution(node: Node) -> bool:
+    """Whether a node of a graph after autograd is a convolution, or the backward of one."""
+    return node.target in (_aten.convolution.default, _aten.convolution_backward.default)
+
+
 def has_constants(module: GraphModule) -> bool:
     """Whether a graph fetches tensors of its own."""
     return any(
