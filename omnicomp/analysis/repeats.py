@@ -108,8 +108,9 @@ class _Finder:
                 continue
             for source in sources:
                 begin = self._position.get(source)
-                fused = begin is not None and not stops and level[source] == level[node]
-                if fused and not self._rules.in_memory(source):
+                if begin is None or stops or self._rules.in_memory(source):
+                    continue
+                if level[source] == level[node]:
                     lost[begin + 1] += 1
                     lost[index + 1] -= 1
         values = [fake_value(node) for node in self._nodes]
