@@ -116,10 +116,8 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
     for index, repeat in enumerate(repeats):
         runs = [[by_name[each] for each in names[start : start + repeat.length]] for start in repeat.starts]
         body = Body(copy, runs, facts.is_view)
-        # AOTAutograd traces the first call: what it is given twice there would be one operand in all.
-        while len(runs) > 1 and len({facts.tensor(node) for node in body.operands(runs[0])}) < len(
-            body.operands(runs[0])
-        ):
+        while len(runs) > 1 and facts.are_same(body.operands(runs[0])):
+            # AOTAutograd traces the first call: what it is given twice there would be one operand in all.
             runs = runs[1:]
             body = Body(copy, runs, facts.is_view)
         if len(runs) < 2 or not _is_sound(body, runs):
@@ -156,8 +154,11 @@ class _Facts:
             self._facts[text] = traced.facts_of(node)
         return self._facts[text]
 
-    def tensor(self, node: Node) -> Node:
-        """The node that made the tensor that a node returns: `contiguous` may return what it takes, and `add_` does."""
+    def are_same(self, nodes: Sequence[Node]) -> bool:
+        """Whether two of some nodes return the same tensor: `contiguous` may return what it takes, and `add_` does."""
+        return len(set(map(self._made_by, nodes))) < len(nodes)
+
+    def _made_by(self, node: Node) -> Node:
         while node.op in ("call_function", "call_method"):
             same = self.of(node).same
             if same is None:
@@ -172,7 +173,9 @@ class _Facts:
 
 
 def _computed_once(module: GraphModule, facts: _Facts) -> tuple[GraphModule, set[Node]]:
-    """The graph with what several kernels are called with computed once, in front of what repeats; and those nodes.
+    """The graph with what several kernels are called with computed once; and which of that needs no kernel's result.
+
+    Of the latter every layer reads what is in memory, so that no fusion is lost where the graph is cut behind it.
 
     Behind autograd equal operators on equal operands are one anyway. In a body they would be done anew in each call:
     the layers of T5 make the same bias contiguous. What is fused into a layer's own kernels stays there.
@@ -203,6 +206,10 @@ def _computed_once(module: GraphModule, facts: _Facts) -> tuple[GraphModule, set
             if last is not None:
                 bounds[node] = last
     repeated = {nodes[0]: nodes for nodes in equal.values() if len(nodes) > 1}
+    later: set[Node] = set()  # what needs a kernel's result
+    for node in calls:
+        if facts.of(node).is_called or not later.isdisjoint(node.all_input_nodes):
+            later.add(node)
     wanted: set[Node] = set()
     for node in reversed(list(repeated)):
         if not called.isdisjoint(repeated[node]) or any(first.get(user) in wanted for user in node.users):
@@ -226,7 +233,7 @@ def _computed_once(module: GraphModule, facts: _Facts) -> tuple[GraphModule, set
             one.append(another)
     copy.graph.lint()
     copy.recompile()
-    return copy, {copied[node] for node in wanted}
+    return copy, {copied[node] for node in wanted - later}
 
 
 def _is_sound(body: Body, runs: Sequence[Sequence[Node]]) -> bool:

@@ -207,9 +207,7 @@ class Patches(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_layers_beside_convolutions_are_shared_and_convolutions_are_not(
-    inside: bool, training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_beside_convolutions_are_shared(inside: bool, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies: list[GraphModule] = []
     put_calls = regions.Body.put_calls
 
@@ -228,9 +226,9 @@ def test_layers_beside_convolutions_are_shared_and_convolutions_are_not(
         torch.testing.assert_close(one, another)
     assert bodies
     assert set(repeated()) <= ({"forward", "backward"} if training else {"inference"})
-    for body in bodies:
-        assert not any("conv" in str(node.target) for node in body.graph.nodes)
-        if not training:  # what is saved for the backward is an output of the graph, and an input of the other
+    if not training:  # in training Inductor does not lay these out, so that they may be shared, too
+        for body in bodies:
+            assert not any("conv" in str(node.target) for node in body.graph.nodes)
             crossing = [*body.graph.find_nodes(op="placeholder"), *body.graph.output_node().all_input_nodes]
             assert all(node.meta["val"].dim() < 4 for node in crossing if "val" in node.meta)
 
