@@ -20,7 +20,6 @@ import torch._inductor.config
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
 from omnicomp._torch.inductor import libraries
 from omnicomp.errors import first_line
@@ -44,9 +43,6 @@ def begin(device: str, options: Mapping[str, Any]) -> None:
     if any(name.startswith(("cpp", "compile_threads")) for name in options):  # neither of both sees them
         return
     if device in ("cuda", "xpu"):
-        # Triton keeps which assembler it found when it is first asked, and names cached kernels by its version. The
-        # processes take torch's, so a kernel of ours must not be compiled by Triton's own before.
-        _set_triton_ptxas_path()
         AsyncCompile.wakeup()  # as `compile_fx` does, in front of AOTAutograd
         return
     if device != "cpu" or _begun.is_set() or config.cpu_backend != "cpp" or get_compile_threads() <= 1:
