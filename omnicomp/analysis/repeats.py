@@ -41,7 +41,6 @@ class Rules:
     refused: Callable[[Node], bool]  # whether a node may not be in a run
     stops_fusion: Callable[[Node], bool]  # whether a node is code of its own, which nothing is fused across
     is_view: Callable[[Node], bool]  # whether the result of a node is in the memory of its first argument
-    in_memory: Callable[[Node], bool] = lambda node: False  # whether a result is in memory wherever the graph is cut
     stays: Callable[[Node], bool] = lambda node: False  # whether a result must not be passed to or from a run
     smallest: int  # operators that a run has at least
     worth: int = 0  # operators that all but one of its occurrences have at least, together
@@ -108,9 +107,7 @@ class _Finder:
                 continue
             for source in sources:
                 begin = self._position.get(source)
-                if begin is None or stops or self._rules.in_memory(source):
-                    continue
-                if level[source] == level[node]:
+                if begin is not None and not stops and level[source] == level[node]:
                     lost[begin + 1] += 1
                     lost[index + 1] -= 1
         values = [fake_value(node) for node in self._nodes]

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from omnicomp._torch.dynamo import regions as traced
 from omnicomp._torch.fx import copy_module, effects
@@ -91,14 +90,11 @@ def call_regions(module: GraphModule, *, always: bool, device: str, options: Map
         if shared_code.unshareable(module, before_autograd=True):
             return None
     facts = _Facts()
-    module, computed_once = _computed_once(module, facts)
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     laid_out = any(facts.of(node).is_convolution for node in nodes)
     rules = Rules(
         refused=lambda node: not facts.of(node).is_pure or facts.of(node).is_convolution,
         stops_fusion=lambda node: facts.of(node).is_called,
         is_view=facts.is_view,
-        in_memory=computed_once.__contains__,
         stays=lambda node: laid_out and regions.is_image(node),
         smallest=regions.SMALLEST,
         worth=regions.WORTH,
@@ -160,80 +156,16 @@ class _Facts:
 
     def _made_by(self, node: Node) -> Node:
         while node.op in ("call_function", "call_method"):
-            same = self.of(node).same
-            if same is None:
+            index = self.of(node).returned_input
+            if index is None:
                 return node
-            node = node.all_input_nodes[same]
+            node = node.all_input_nodes[index]
         return node
 
     def is_view(self, node: Node) -> bool:
         if node.target is operator.getitem and not isinstance(fake_value(node.args[0]), torch.Tensor):
             return isinstance(node.args[0], Node) and self.is_view(node.args[0])
         return self.of(node).is_view
-
-
-def _computed_once(module: GraphModule, facts: _Facts) -> tuple[GraphModule, set[Node]]:
-    """The graph with what several kernels are called with computed once; and which of that needs no kernel's result.
-
-    Of the latter every layer reads what is in memory, so that no fusion is lost where the graph is cut behind it.
-
-    Behind autograd equal operators on equal operands are one anyway. In a body they would be done anew in each call:
-    the layers of T5 make the same bias contiguous. What is fused into a layer's own kernels stays there.
-    Only what has no effect is moved, and past nothing that has one. What is returned, or written to, stays by itself.
-    """
-    calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    by_itself: set[Node] = set()
-    called: set[Node] = set()  # what is in memory, as code that nothing is fused with reads it
-    for node in reversed(calls):
-        for user in node.users:
-            is_view = user.op != "output" and facts.is_view(user)
-            if user.op == "output" or not facts.of(user).is_pure or (user in by_itself and is_view):
-                by_itself.add(node)
-            elif facts.of(user).is_called or (user in called and is_view):
-                called.add(node)
-    first: dict[Node, Node] = {}  # of those that are equal
-    equal: dict[Any, list[Node]] = {}
-    bounds: dict[Node, Node] = {}  # the last node in front of one that has an effect
-    last: Node | None = None
-    for node in calls:
-        if not facts.of(node).is_pure:
-            last = node
-        elif node not in by_itself:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda operand: first.get(operand, operand))
-            nodes = equal.setdefault((last, facts.text(node), repr(args), repr(kwargs)), [])
-            nodes.append(node)
-            first[node] = nodes[0]
-            if last is not None:
-                bounds[node] = last
-    repeated = {nodes[0]: nodes for nodes in equal.values() if len(nodes) > 1}
-    later: set[Node] = set()  # what needs a kernel's result
-    for node in calls:
-        if facts.of(node).is_called or not later.isdisjoint(node.all_input_nodes):
-            later.add(node)
-    wanted: set[Node] = set()
-    for node in reversed(list(repeated)):
-        if not called.isdisjoint(repeated[node]) or any(first.get(user) in wanted for user in node.users):
-            wanted.add(node)
-    if not wanted:
-        return module, wanted
-    copy = copy_module(module, lazy=True)
-    copied = dict(zip(module.graph.nodes, copy.graph.nodes, strict=True))
-    place: dict[Node, tuple[int, ...]] = {node: (index,) for index, node in enumerate(copy.graph.nodes)}
-    front = max((node for node in place if node.op == "placeholder"), key=place.__getitem__, default=next(iter(place)))
-    for node in filter(wanted.__contains__, repeated):
-        kept, *others = [copied[each] for each in repeated[node]]
-        for other in others:
-            other.replace_all_uses_with(kept)
-            copy.graph.erase_node(other)
-            del place[other]
-        before = [front, *kept.all_input_nodes, *([copied[bounds[node]]] if node in bounds else [])]
-        place[kept] = (*max(place[each] for each in before), *place[kept])
-    for one, another in itertools.pairwise(sorted(place, key=place.__getitem__)):
-        if another.prev is not one:
-            one.append(another)
-    copy.graph.lint()
-    copy.recompile()
-    return copy, {copied[node] for node in wanted - later}
 
 
 def _is_sound(body: Body, runs: Sequence[Sequence[Node]]) -> bool:

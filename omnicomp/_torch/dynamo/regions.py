@@ -51,7 +51,7 @@ class Facts:
     is_view: bool = False  # whether a result is in memory of what it takes, or is what it takes
     is_called: bool = False  # whether Inductor calls a kernel for it
     is_convolution: bool = False  # whether there is a convolution in it, for which Inductor may choose layouts
-    same: int | None = None  # the index among its input nodes of the tensor that it returns as it is
+    returned_input: int | None = None  # the index of the input node whose tensor it returns as it is
 
 
 def facts_of(node: Node) -> Facts:
@@ -96,7 +96,7 @@ def facts_of(node: Node) -> Facts:
         is_view=not _memory(tensors).isdisjoint(_memory(made)),
         is_called=any(map(is_called_operator, seen.operators)),
         is_convolution=any("convolution" in str(each) for each in seen.operators),
-        same=next((index for index, each in enumerate(passed.values()) if each is made), None),
+        returned_input=next((index for index, each in enumerate(passed.values()) if each is made), None),
     )
 
 

@@ -40,7 +40,7 @@ def begin(device: str, options: Mapping[str, Any]) -> None:
         options: Inductor's, of that graph.
     """
     config: Any = torch._inductor.config
-    if any(name.startswith(("cpp", "compile_threads")) for name in options):  # neither of both sees them
+    if any(name.startswith(("cpp", "compile_threads")) for name in options):  # neither a thread nor a process sees them
         return
     if device in ("cuda", "xpu"):
         AsyncCompile.wakeup()  # as `compile_fx` does, in front of AOTAutograd
