@@ -20,6 +20,7 @@ import torch._inductor.config
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
 from omnicomp._torch.inductor import libraries
 from omnicomp.errors import first_line
@@ -40,6 +41,10 @@ def begin(device: str, options: Mapping[str, Any]) -> None:
         options: Inductor's, of that graph.
     """
     config: Any = torch._inductor.config
+    if device == "cuda":
+        # Triton keeps the version of the first assembler that it meets, and names cached kernels by it. Processes that
+        # compile kernels take torch's, where torch has one, so no kernel of ours may be compiled by Triton's before.
+        _set_triton_ptxas_path()
     if any(name.startswith(("cpp", "compile_threads")) for name in options):  # neither a thread nor a process sees them
         return
     if device in ("cuda", "xpu"):
