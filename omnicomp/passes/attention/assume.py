@@ -12,9 +12,9 @@ from omnicomp.passes.assumptions import Added, Assumption, mask_assumption, wort
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.flexible import SPARSE_PAIRS, skips_blocks
 from omnicomp.passes.attention.form import LEAST_IN_HALF, SWALLOWS, Form
-from omnicomp.passes.attention.masking import Masking, added_term, known_masking, mask_key, with_class
+from omnicomp.passes.attention.masking import Masking, added_term, hides, known_masking, mask_key, with_class
 from omnicomp.passes.attention.masks import Mask, sees_first_key, under
-from omnicomp.passes.attention.sdpa import axes_of_step, hides
+from omnicomp.passes.attention.sdpa import axes_of_step
 from omnicomp.passes.attention.session import Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Site, axes_in
 from omnicomp.passes.attention.terms import Apply, Axis, Term, flat
@@ -136,7 +136,7 @@ class _Wish:
         guarded = 0
         # A kernel that is called by the program is called as it is.
         free = site.sinks or site.call is not None or floors
-        if not free and not (mask is not None and mask.rows_nonempty and not masking.biases):
+        if not free and not masking.rows_nonempty:
             weak = _weak(rest, groups)
             if site.dtype is torch.float16 and len(biases) != len(masking.biases):
                 weak = set()  # several biases may together be as low as what swallows scores

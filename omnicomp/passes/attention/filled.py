@@ -14,8 +14,8 @@ from omnicomp._torch.autograd import sdpa
 from omnicomp._torch.autograd.attention import is_static
 from omnicomp._torch.symbols import read_number, unbound
 from omnicomp.passes.attention.form import NO_WEIGHT, Form
-from omnicomp.passes.attention.masking import Masking, mask_key
-from omnicomp.passes.attention.sdpa import Parts, axes_of_step, hides, lowest_of
+from omnicomp.passes.attention.masking import Masking, hides, mask_key
+from omnicomp.passes.attention.sdpa import Parts, axes_of_step, lowest_of
 from omnicomp.passes.attention.session import Attempt, Session
 from omnicomp.passes.attention.site import Site, axes_in, uncast
 from omnicomp.passes.attention.terms import Apply, Axis, Index, Term, flat

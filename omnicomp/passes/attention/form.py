@@ -19,7 +19,7 @@ from omnicomp.passes.attention.views import VIEWS
 # A number below this swallows, when it is added, scores of any usual size.
 SWALLOWS: Final = -1e8
 # No bias that a program reads from memory is taken to lift a number below this.
-_BEYOND_LIFT: Final = -1e30
+BEYOND_LIFT: Final = -1e30
 LEAST_IN_HALF: Final = torch.finfo(torch.float16).min
 # A bias that reaches below this is a mask.
 _MASKS: Final = -1e3
@@ -248,7 +248,7 @@ def _check_hidden(site: Site, value: float, later: Sequence[Step], reader: Reade
 
 def _stays_hidden(site: Site, value: float, later: Sequence[Step], reader: Reader, *, added: bool = False) -> bool:
     lift, absorbed = 0.0, value
-    beyond_lift = value <= (LEAST_IN_HALF if site.dtype == torch.float16 else _BEYOND_LIFT)
+    beyond_lift = value <= (LEAST_IN_HALF if site.dtype == torch.float16 else BEYOND_LIFT)
     for step in later:
         if isinstance(step, Scale):
             constant = number(step.term)

@@ -6,13 +6,13 @@ from typing import Final
 
 import torch
 
-from omnicomp.passes.attention.form import SWALLOWS, Form, number
+from omnicomp.passes.attention.form import BEYOND_LIFT, SWALLOWS, Form, is_finite, number
 from omnicomp.passes.attention.masks import Mask, read_mask, under
 from omnicomp.passes.attention.piecewise import additive
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Fill, Site, Step
-from omnicomp.passes.attention.structure import term_key
-from omnicomp.passes.attention.terms import Apply, Axis, Number, Term, flat
+from omnicomp.passes.attention.structure import build, term_key
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat
 from omnicomp.passes.mask_classes import STILL_SEEN, MaskClass
 
 _ROLES: Final = ("batch", "heads", "query", "key")
@@ -29,7 +29,8 @@ class Masking:
     finite: bool = True
     # The class that what depends on data is assumed to be of, if it says all of it; then that is left out.
     known: MaskClass | None = None
-    nonempty: bool = False  # whether every query is assumed to see a key, with all that is added
+    rows_nonempty: bool = False  # proven: every query sees a key, with all that is added
+    nonempty: bool = False  # the same, assumed
     # Whether what each query sees is assumed to be a run of few keys, and all that is added only to hide others.
     runs: bool = False
 
@@ -75,22 +76,25 @@ def read_steps(steps: Sequence[Step], groups: Sequence[tuple[Axis, ...]], reader
     keep: list[Term] = []
     biases: list[Step] = []
     values: list[float] = []
+    added = 0
     for step in steps:
-        hidden = _hidden(step, reader, named)
-        if hidden is None:
-            biases.append(step)
-        else:
-            keep.append(hidden[0])
-            values.append(hidden[1])
+        kept, rest = _taken_apart(step, reader, named)
+        biases.extend(rest)
+        keep.extend(condition for condition, _ in kept)
+        values.extend(value for _, value in kept)
+        added += len(kept) if isinstance(step, Add) else 0
+    sure = all(isinstance(step, Add) and not hides(step, reader) for step in biases)
     if not keep:
-        return Masking(biases=tuple(biases))
+        return Masking(biases=tuple(biases), rows_nonempty=sure)
     total = keep[0]
     for other in keep[1:]:
         total = Apply(dtype=torch.bool, op="and", args=(total, other))
     # Two additions of a finite minimum can give -inf; fills do not add up.
-    added = sum(isinstance(step, Add) for step in steps) - len(biases)
     finite = all(value != -float("inf") for value in values) and added <= 1
-    return Masking(mask=read_mask(total, **named), keep=total, biases=tuple(biases), finite=finite)
+    mask = read_mask(total, **named)
+    return Masking(
+        mask=mask, keep=total, biases=tuple(biases), finite=finite, rows_nonempty=sure and mask.rows_nonempty
+    )
 
 
 def own_masking(site: Site, form: Form, shared: Masking, reader: Reader) -> Masking:
@@ -129,18 +133,60 @@ def seen_by_value(masking: Masking) -> Term:
     return total
 
 
-def _hidden(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> tuple[Term, float] | None:
-    """Where a step leaves the scores as they are, and what it puts elsewhere; None if it does anything else."""
+def hides(step: Step, reader: Reader) -> bool:
+    """Whether a step may add numbers that swallow scores; trained parameters do not."""
+    return isinstance(step, Fill) or (isinstance(step, Add) and _may_hide(step.term, reader))
+
+
+def _may_hide(term: Term, reader: Reader) -> bool:
+    if isinstance(term, Number):
+        return not isinstance(term.value, int | float) or abs(term.value) > 1e4
+    if isinstance(term, Apply):
+        return any(_may_hide(argument, reader) for argument in term.args)
+    if isinstance(term, Read):
+        inner = reader.define(term)
+        return not is_finite(term, reader) if inner is None else _may_hide(inner, reader)
+    return False
+
+
+_Kept = list[tuple[Term, float]]
+"""Where scores are left as they are, and what is put elsewhere; all of these hide keys."""
+
+
+def _taken_apart(step: Step, reader: Reader, named: dict[str, tuple[Axis, ...]]) -> tuple[_Kept, list[Step]]:
+    """What a step hides, and what else it does."""
     if isinstance(step, Fill):
         value = number(step.value)
         if value is None:
-            return None
+            return [], [step]
         condition = reader.expand(step.condition)
-        return Apply(dtype=torch.bool, op="not", args=(condition,)), value
+        return [(build("not", torch.bool, condition), value)], []
     if not isinstance(step, Add) or not step.term.dtype.is_floating_point:
-        return None
-    pieces = additive(reader.expand(added_term(step)), **named)
-    if pieces is None or any(value != 0 and value > SWALLOWS for value in pieces.values):
-        return None
-    others = [value for value in pieces.values if value != 0]
-    return pieces.keep(), min(others, default=0.0)
+        return [], [step]
+    kept, rest = _of_sum(reader.expand(added_term(step)), named)
+    if not kept:
+        return [], [step]
+    return kept, [] if rest is None else [Add(rest)]
+
+
+def _of_sum(term: Term, named: dict[str, tuple[Axis, ...]]) -> tuple[_Kept, Term | None]:
+    """What a term hides that is added to scores, and what else it adds; None for nothing."""
+    pieces = additive(term, **named)
+    if pieces is not None and all(value == 0 or value <= SWALLOWS for value in pieces.values):
+        return [(pieces.keep(), min(pieces.values))], None
+    if isinstance(term, Apply) and term.op == "add" and all(arg.dtype.is_floating_point for arg in term.args):
+        (one, first), (two, second) = (_of_sum(argument, named) for argument in term.args)
+        parts = [part for part in (first, second) if part is not None]
+        if all(value == 0 or value <= BEYOND_LIFT for _, value in (*one, *two)):  # what nothing lifts that is added
+            return [*one, *two], build("add", term.dtype, *parts) if len(parts) == 2 else next(iter(parts), None)
+    if isinstance(term, Apply) and term.op == "where":
+        condition, then, otherwise = term.args
+        for seen, bias, hidden in (
+            (condition, then, otherwise),
+            (build("not", torch.bool, condition), otherwise, then),
+        ):
+            lowest = additive(hidden, **named)
+            if lowest is not None and all(value <= SWALLOWS for value in lowest.values):
+                kept, rest = _of_sum(bias, named)
+                return [(seen, min(lowest.values)), *kept], rest
+    return [], term

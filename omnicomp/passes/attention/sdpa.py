@@ -15,10 +15,10 @@ from omnicomp._torch.autograd.attention import hint_of, known_equal
 from omnicomp.passes.attention.build import Builder, value_of
 from omnicomp.passes.attention.candidates import is_shifted, normalized_later, written_out
 from omnicomp.passes.attention.form import SWALLOWS, Form, greatest_added, is_finite, least_added, number
-from omnicomp.passes.attention.masking import mask_key
+from omnicomp.passes.attention.masking import hides, mask_key
 from omnicomp.passes.attention.reader import Reader
 from omnicomp.passes.attention.site import Add, Emptied, Fill, Floor, MatchEnded, Operand, Scale, Site, Step, axes_in
-from omnicomp.passes.attention.terms import Apply, Axis, Number, Read, Term, flat
+from omnicomp.passes.attention.terms import Apply, Axis, Number, Term, flat
 
 # Two cores of a CPU, 4096 keys of 128: with one query, unfused was twice as fast as fused with a copy of the keys.
 _FEW_QUERIES: Final = 8
@@ -143,7 +143,7 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
     value = _with_weights(site, form, value, kept, builder)
     mask = empty = count = None
     if site.call is not None and site.call.mask is not None and not variant.is_causal and not variant.unmasked:
-        mask = _called_mask(site, form, site.call.mask, builder)
+        mask = _called_mask(site, form, site.call.mask, builder, shared)
     elif form.mask and not variant.is_causal and not variant.unmasked:
         key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
@@ -182,12 +182,17 @@ def for_each_head(item: Any, form: Form, builder: Builder) -> Any:
     return builder.call(torch.repeat_interleave, (item, copies), {"dim": 1})
 
 
-def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder) -> Any:
-    """The mask of a call as it is, in the dimensions of the new one."""
-    made = builder.place(mask.node, mask.at, form.groups(site))
-    if known_equal(value_of(made).shape[-1], 1):
-        made = builder.call(torch.Tensor.expand, (made, -1, -1, -1, builder.size(flat(site.keys))))
-    return made
+def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder, shared: Shared) -> Any:
+    """The mask of a call, in the dimensions of the new one; made once for all calls with an equal one."""
+    key = ("called", mask_key(site, form), value_of(mask.node).dtype)
+    if key not in shared:
+        made = builder.place(mask.node, mask.at, form.groups(site))
+        if known_equal(value_of(made).shape[-1], 1):
+            made = builder.call(torch.Tensor.expand, (made, -1, -1, -1, builder.size(flat(site.keys))))
+        elif site.fake().device.type != "cpu":
+            made = _contiguous(made, builder)
+        shared[key] = made
+    return shared[key]
 
 
 def _without_hidden(
@@ -587,19 +592,3 @@ def _finite_step(step: Step, reader: Reader) -> bool:
     if isinstance(step, Fill):
         return number(step.value) != float("-inf")
     return not isinstance(step, Add) or is_finite(step.term, reader)
-
-
-def hides(step: Step, reader: Reader) -> bool:
-    """Whether a step may add numbers that swallow scores; trained parameters do not."""
-    return isinstance(step, Fill) or (isinstance(step, Add) and _may_hide(step.term, reader))
-
-
-def _may_hide(term: Term, reader: Reader) -> bool:
-    if isinstance(term, Number):
-        return not isinstance(term.value, int | float) or abs(term.value) > 1e4
-    if isinstance(term, Apply):
-        return any(_may_hide(argument, reader) for argument in term.args)
-    if isinstance(term, Read):
-        inner = reader.define(term)
-        return not is_finite(term, reader) if inner is None else _may_hide(inner, reader)
-    return False

@@ -24,9 +24,9 @@ from omnicomp.passes.attention.few_queries import FEW_QUERIES, fits
 from omnicomp.passes.attention.filled import LAST_KEY, cut, is_prefix, keys_seen, may_be_filled, on_host
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
-from omnicomp.passes.attention.masking import Masking, mask_key, read_masking
+from omnicomp.passes.attention.masking import Masking, hides, mask_key, read_masking
 from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, has_wrong_backward, prefers_cudnn
-from omnicomp.passes.attention.sdpa import Parts, Variant, beside_sink, finish, hides, parts
+from omnicomp.passes.attention.sdpa import Parts, Variant, beside_sink, finish, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import FIXED_SIZES, Fill, MatchEnded, Site
 from omnicomp.passes.attention.terms import Axis, flat
@@ -234,8 +234,7 @@ def _variants(site: Site, form: Form, masking: Masking) -> Iterator[Variant]:
     unmasked = masking.is_full and not masking.biases
     causal = masking.is_causal and not unmasked
     # Where no key is left the sink has all the weight, as in eager.
-    nonempty = bool(site.sinks and not site.gated) or masking.nonempty
-    nonempty |= masking.mask is not None and masking.mask.rows_nonempty and not masking.biases
+    nonempty = bool(site.sinks and not site.gated) or masking.nonempty or masking.rows_nonempty
     keys = masking.mask is not None and masking.mask.keys_nonempty and not masking.biases
     for padded in (False, True) if differ and not site.sinks else (False,):
         for grouped in (True, False) if form.shared else (False,):
