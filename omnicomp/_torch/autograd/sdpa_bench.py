@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import BoxedBool
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from omnicomp._torch.autograd.attention import SDPA, kernel_first
 from omnicomp._torch.devices.timer import DeviceTimer
@@ -42,6 +43,9 @@ class Problem:
     dropout: float = 0.0  # with what probability weights are dropped
     training: bool = False  # whether there is a backward
     mask_grad: bool = False  # whether the mask has a gradient, too
+    # What it is without a fused kernel: the program's `operators`; a `call` that torch decomposes, which it does in
+    # float32; or empty, as torch takes a fused kernel for the call in any case.
+    unfused: str = "operators"
 
     @property
     def text(self) -> str:
@@ -98,7 +102,8 @@ class Bench(DeviceTimer):
     def has_room_for_scores(self) -> bool:
         """Whether the attention is small enough to be tried unfused."""
         (batch, heads, queries, _), keys = self.problem.query[0], self.problem.key[0][2]
-        size = batch * heads * queries * keys * self.problem.dtype.itemsize
+        itemsize = 4 if self.problem.unfused == "call" else self.problem.dtype.itemsize
+        size = batch * heads * queries * keys * itemsize
         return size <= _SCORES_BYTES and 6 * size <= self.free()
 
     def kernel(self, name: str) -> float:
@@ -107,29 +112,28 @@ class Bench(DeviceTimer):
         Raises:
             RuntimeError: it does not take the attention.
         """
-        problem = self.problem
-
-        def attention(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
-            return SDPA(
-                query,
-                key,
-                value,
-                mask,
-                dropout_p=problem.dropout,
-                is_causal=problem.is_causal,
-                enable_gqa=problem.grouped,
-            )
-
         with kernel_first(name, alone=True):
-            return self.timed(lambda: self._run(attention))
+            return self.timed(lambda: self._run(self._call))
+
+    def _call(self, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        problem = self.problem
+        return SDPA(
+            query, key, value, mask, dropout_p=problem.dropout, is_causal=problem.is_causal, enable_gqa=problem.grouped
+        )
+
+    def _decomposed(self, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self._call(query, key, value, mask)
 
     def unfused(self) -> float:
         """Milliseconds of the two products and a softmax by eager's operators; only a mask with a gradient is added.
 
         Generated code saves some passes over the scores of what eager takes; it took 0.6 to 1.3 times as long as this
-        on an H200.
+        on an H200. A call is timed as torch decomposes it, with its mask.
         """
         problem = self.problem
+        if problem.unfused == "call":
+            return self.timed(lambda: self._run(self._decomposed))
 
         def attention(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
             batch, heads, queries, _ = query.shape
@@ -185,6 +189,9 @@ class Bench(DeviceTimer):
                 scores = scores.masked_fill(columns > rows[:, None], -math.inf)
             scores = scores if mask is None else scores + mask
             return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), value)
+
+        if problem.unfused == "call":
+            attention = self._decomposed
 
         def step(*tensors: torch.Tensor) -> Any:
             gradient = tensors[-1] if problem.training else None

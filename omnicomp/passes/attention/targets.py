@@ -366,7 +366,8 @@ def _kernel(
     """
     operands = (made.query, made.key, made.value)
     facts = [None if node is None else _facts(fake_value(node)) for node in (*operands, made.mask)]
-    key = (repr(facts), repr({k: v for k, v in kwargs.items() if k != "attn_mask"}), dtype, site.fake().requires_grad)
+    named = repr({k: v for k, v in kwargs.items() if k != "attn_mask"})
+    key = (repr(facts), named, dtype, site.fake().requires_grad, _unfused(site, session))
     if key not in session.kernels:
         session.kernels[key] = _decided(operands, made.mask, kwargs, dtype, site, session)
     pinned, kernel, timed = session.kernels[key]
@@ -381,6 +382,13 @@ def _kernel(
             code="not_profitable",
         )
     return pinned, kernel, {} if timed is None else timed.times
+
+
+def _unfused(site: Site, session: Session) -> str:
+    """What an attention is without a fused kernel, as in `Problem`."""
+    if site.call is None or site.call.flex:
+        return "operators"
+    return "" if _called_kernel(site, session) else "call"
 
 
 def _facts(fake: torch.Tensor) -> tuple[Any, ...]:
@@ -423,6 +431,7 @@ def _decided(
         grouped=kwargs.get("enable_gqa", False),
         dropout=kwargs.get("dropout_p", 0.0),
         training=training,
+        unfused=_unfused(site, session),
     )
     timed = None
     if problem is not None and session.budget.enabled and "scale" in kwargs:

@@ -109,6 +109,7 @@ def problem_of(
     grouped: bool,
     dropout: float,
     training: bool,
+    unfused: str = "operators",
 ) -> "Problem | None":
     """The attention of some fake tensors, or None where it can't be timed now.
 
@@ -122,6 +123,7 @@ def problem_of(
         grouped: as in `Problem`.
         dropout: as in `Problem`.
         training: as in `Problem`.
+        unfused: as in `Problem`.
     """
     query, key, value = operands
     if not measurable(query.device):
@@ -141,6 +143,7 @@ def problem_of(
         dropout=dropout,
         training=training,
         mask_grad=mask is not None and mask.requires_grad,
+        unfused=unfused,
     )
 
 
@@ -243,7 +246,7 @@ def _measure(problem: "Problem", kernels: Sequence[str], timer: Timer, seconds: 
         if left() <= 0:
             return None, 0.0
         timed(name, lambda name=name: timer.kernel(name))
-    if timer.has_room_for_scores:
+    if problem.unfused and timer.has_room_for_scores:
         fused = min(times.values(), default=float("inf"))
         plain = timed(UNFUSED, timer.unfused)
         near = plain is not None and plain < _GENERATED * fused

@@ -56,6 +56,25 @@ def test_a_causal_mask_becomes_is_causal(name, dtype):
     assert not [n for n in backend.graphs[0].graph.nodes if n.name in ("ones", "tril", "full", "arange")]
 
 
+def test_layers_whose_calls_have_one_mask_make_it_once():
+    table = torch.nn.Parameter(torch.randn(15, 4), requires_grad=False)
+
+    def layers(q, k, v):
+        bias = table[torch.arange(8)[:, None] - torch.arange(8) + 7].permute(2, 0, 1)[None].to(q.dtype)
+        for _ in range(3):
+            mask = torch.where(torch.ones(8, 8, dtype=torch.bool).tril(), bias, torch.finfo(q.dtype).min)
+            q = sdpa(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), mask)
+        return q
+
+    q, k, v = operands()
+    backend = fuse(layers, q, k[:, :2], v[:, :2])
+    assert {rewrite.detail for rewrite in backend.of(Rewrite)} == {
+        f"scale=0.25, dense mask (causal and bias), enable_gqa; kernel {FLASH}"
+    }
+    assert len({node.kwargs["attn_mask"] for node in backend.attentions()}) == 1
+    assert sum(node.target is torch.where for node in backend.graphs[0].graph.nodes) == 1
+
+
 def test_a_full_mask_is_dropped():
     backend = fuse(lambda q, k, v: sdpa(q, k, v, attn_mask=torch.ones(8, 8, dtype=torch.bool)), *operands())
     (node,) = backend.attentions()

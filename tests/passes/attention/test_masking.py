@@ -88,6 +88,43 @@ def test_a_mask_passed_in_is_a_bias():
     assert not found.is_causal
 
 
+TABLE = torch.nn.Parameter(torch.randn(15, 4))
+
+
+def table():
+    return TABLE[(rows() - columns()) + 7].permute(2, 0, 1)[None]
+
+
+BESIDE_A_BIAS = {
+    "where": lambda s: s + torch.where(rows() >= columns(), table(), LOWEST),
+    "turned": lambda s: s + torch.where(rows() < columns(), LOWEST, table()),
+    "filled": lambda s: s + table().masked_fill(rows() < columns(), -math.inf),
+    "sum": lambda s: s + (table() + torch.where(rows() < columns(), LOWEST, 0.0)),
+    "in a sum": lambda s: s + (torch.where(rows() >= columns(), table(), LOWEST) + 0.5),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_BIAS)
+def test_a_mask_beside_a_learned_bias_is_read_apart(name):
+    found = masking(BESIDE_A_BIAS[name])
+    assert found.name == "causal and bias"
+    assert len(found.biases) == 1
+    assert not found.is_causal
+    assert found.rows_nonempty
+
+
+def test_a_bias_that_may_hide_keys_leaves_rows_open():
+    given = torch.zeros(2, 4, 8, 8)
+    assert masking(lambda s, b: s + torch.where(rows() >= columns(), b, LOWEST), given).name == "causal and bias"
+    for bias in (lambda b: torch.where(rows() >= columns(), b, LOWEST), lambda b: b):
+        assert not masking(lambda s, b, bias=bias: s + bias(b), given).rows_nonempty
+    offset = masking(lambda s: s + torch.where(rows() > columns(), table(), LOWEST))
+    assert offset.name == "causal, offset -1 and bias"
+    assert not offset.rows_nonempty
+    lifted = masking(lambda s, b: s + (b + torch.where(rows() < columns(), -1e9, 0.0)), given)
+    assert lifted.name == "bias", "an input may lift what is not lower"
+
+
 def test_twice_a_minimum_is_not_finite():
     found = masking(lambda s: CAUSAL["minimum"](CAUSAL["minimum"](s)))
     assert found.is_causal

@@ -116,6 +116,15 @@ def test_unfused_code_that_cannot_be_compiled_counts_as_eagers_operators():
     assert "generated" not in timer.asked
 
 
+def test_a_call_with_a_fused_kernel_is_never_unfused():
+    timer = Timer(cudnn=3.0, efficient=2.0, plain=1.0)
+    timed = found(timer, problem=dataclasses.replace(PROBLEM, unfused=""))
+    assert timer.asked == [*KERNELS]
+    assert (timed.best, timed.times) == ("efficient", {"cudnn": 3.0, "efficient": 2.0})
+    decomposed = found(Timer(cudnn=3.0, plain=1.0, code=1.0), problem=dataclasses.replace(PROBLEM, unfused="call"))
+    assert decomposed.best == UNFUSED, "it is another question"
+
+
 def test_where_every_kernel_fails_unfused_is_left():
     assert found(Timer(plain=1.0)).best == UNFUSED
     timer = Timer()
