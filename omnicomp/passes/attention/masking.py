@@ -37,7 +37,7 @@ class Masking:
     @property
     def name(self) -> str:
         """For people: what is hidden, and whether there is a bias."""
-        names = [self.mask.name] if self.mask is not None else []
+        names = [] if self.mask is None or (self.mask.is_full and self.biases) else [self.mask.name]
         return " and ".join([*names, *(["bias"] if self.biases else [])])
 
     @property

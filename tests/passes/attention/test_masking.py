@@ -118,6 +118,8 @@ def test_a_bias_that_may_hide_keys_leaves_rows_open():
     assert masking(lambda s, b: s + torch.where(rows() >= columns(), b, LOWEST), given).name == "causal and bias"
     for bias in (lambda b: torch.where(rows() >= columns(), b, LOWEST), lambda b: b):
         assert not masking(lambda s, b, bias=bias: s + bias(b), given).rows_nonempty
+    seen = masking(lambda s: s + torch.where(rows() >= 0, table(), LOWEST))
+    assert (seen.name, seen.is_full, seen.rows_nonempty) == ("bias", True, True)
     offset = masking(lambda s: s + torch.where(rows() > columns(), table(), LOWEST))
     assert offset.name == "causal, offset -1 and bias"
     assert not offset.rows_nonempty
