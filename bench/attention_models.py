@@ -66,7 +66,7 @@ class Row:
 _TRAINED: Final = ("llama", "bert", "gpt2", "gemma2", "vit", "t5", "bloom", "qwen3", "mistral", "modernbert", "nanogpt")
 _TRAINED_TOO: Final = ("swin", "whisper")
 _NAMES: Final = (*_TRAINED, *_TRAINED_TOO, "mixtral", "gpt_oss", "deberta", "sam", "unet")
-_CALLED: Final = ("llama", "qwen3", "mistral", "modernbert", "whisper")
+_CALLED: Final = ("llama", "qwen3", "mistral", "modernbert", "whisper", "t5")
 
 ROWS: Final = [
     *(Row(model=name, training=False) for name in _NAMES),

@@ -178,6 +178,12 @@ class Policy:
         "[attention.md](attention.md#kernels-by-measuring)",
         in_digest=False,
     )
+    empty_row_gradients: bool = option(
+        False,
+        boolean,
+        "in training on a GPU, a query of which an added finite minimum hides every key, as left padding does, passes its "
+        "gradient on to queries and keys, as in eager; costs two small products more for each attention with such a mask",
+    )
     on_error: str = option(
         "retreat",
         choice("retreat", "raise", "retry"),

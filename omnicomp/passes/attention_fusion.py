@@ -40,12 +40,14 @@ class AttentionFusion(Pass):
         dtype_policy: the policy that lowers the fused operators afterwards; which kernel is the best depends on it.
         eager_random: whether dropout has to draw the random numbers that eager draws; then it is not fused.
         seconds: that a graph may spend on timing candidates; 0: kernels are chosen by rule.
+        empty_row_gradients: whether rows without a key pass gradients on wherever eager's do.
     """
 
     name: ClassVar[str] = "attention_fusion"
     dtype_policy: DtypePolicy = PRESETS["keep"]
     eager_random: bool = False
     seconds: float = 0.0
+    empty_row_gradients: bool = False
 
     def claims(self, context: PassContext) -> tuple[Assumption, ...]:
         """What a fused kernel rests on: it sums in another order, and what is masked weighs nothing."""
@@ -57,6 +59,7 @@ class AttentionFusion(Pass):
             dtype_policy=policy.dtype_policy,
             eager_random=fallback_random(policy.inductor),
             seconds=policy.attention_seconds,
+            empty_row_gradients=policy.empty_row_gradients,
         )
 
     def applies(self, module: GraphModule, context: PassContext) -> bool:
@@ -70,7 +73,10 @@ class AttentionFusion(Pass):
         def fuse() -> bool:
             from omnicomp.passes.attention.fuse import Fusion
 
-            return Fusion(self.name, self.dtype_policy, self.eager_random, self.seconds).fuse_all(module, context)
+            fusion = Fusion(
+                self.name, self.dtype_policy, self.eager_random, self.seconds, self.empty_row_gradients
+            )
+            return fusion.fuse_all(module, context)
 
         return PassResult(module, decided((self,), module, context, fuse, lambda: _is_final(context)))
 

@@ -90,6 +90,8 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     average = masking.finite and site.call is None
     if (masking.keep is not None and keep is None and not masking.is_full) or (not rows and not average):
         raise _ended(site, "the mask is not a function that FlexAttention can call", masking.name)
+    if not rows and training and session.empty_row_gradients:
+        raise _ended(site, "FlexAttention passes no gradients on in rows in which no key is left", masking.name)
     hidden = keep
     if keep is not None and site.fake().device.type == "cpu":
         # Inductor folds constant blocks away, and its C++ template then misses them (torch 2.13).

@@ -55,11 +55,20 @@ class Fusion:
     dtype_policy: DtypePolicy
     eager_random: bool  # whether dropout has to draw the random numbers that eager draws; then it is not fused
     seconds: float  # that a graph may spend on timing candidates; 0: kernels are chosen by rule
+    empty_row_gradients: bool  # whether rows without a key pass gradients on wherever eager's do
 
     def fuse_all(self, module: GraphModule, context: PassContext) -> bool:
         """Rewrite every site that is understood and profitable, and report the others; whether any was."""
         trials = self._written(module, context)
-        session = Session(module, self._trace(module, context), Reader(), context, self.dtype_policy, self.eager_random)
+        session = Session(
+            module,
+            self._trace(module, context),
+            Reader(),
+            context,
+            self.dtype_policy,
+            self.eager_random,
+            self.empty_row_gradients,
+        )
         # The graphs inside a graph have one budget.
         session.budget = context.memo.setdefault("attention_budget", Budget(self.seconds))
         differentiated, batched = _inside(module, _DERIVATIVES), _inside(module, _BATCHED)

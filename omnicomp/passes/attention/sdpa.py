@@ -46,6 +46,7 @@ class Variant:
         keys_nonempty: every key is known to be attended by a query.
         padded: pad the features of queries and keys, or of values, to one size.
         filled: read the keys up to the last one that a query sees.
+        row_gradients: rows in which no key is left pass gradients on wherever eager's do.
     """
 
     grouped: bool = False
@@ -55,6 +56,7 @@ class Variant:
     keys_nonempty: bool = False
     padded: bool = False
     filled: bool = False
+    row_gradients: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,7 @@ class GuardedMask:
         empty: rows whose output alone is NaN, or None: keys were filled, which cuts the gradient there.
         shared: by how many keys the gradient of a row's output is divided, or None: 1 unless a huge number was added
             to every score of the row.
+        passing: those of the swallowed rows that pass gradients on in eager, or None.
     """
 
     mask: Any
@@ -75,6 +78,7 @@ class GuardedMask:
     undefined: Any = None
     empty: Any = None
     shared: Any = None
+    passing: Any = None
 
 
 Shared = dict[Any, GuardedMask]
@@ -82,7 +86,10 @@ Shared = dict[Any, GuardedMask]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Queries, keys, values (4-D) and the mask, ready for a fused kernel."""
+    """Queries, keys, values (4-D) and the mask, ready for a fused kernel.
+
+    `passing` are the rows that a kernel passes no gradients on from, and the queries that eager passes them to.
+    """
 
     query: Any
     key: Any
@@ -91,12 +98,15 @@ class Parts:
     width: Any
     empty: Any = None
     shared: Any = None
+    passing: tuple[Any, Any] | None = None
 
 
 def finish(site: Site, form: Form, fused: Any, made: Parts, builder: Builder) -> Any:
     """Cut padding off, and apply what was done to the weights of whole rows."""
     if site.repaired:
         fused = _without_nan(form, fused, made.value, builder)
+    if made.passing is not None:
+        fused = _with_row_gradients(site, form, fused, made, *made.passing, builder)
     if made.width is not None:
         fused = builder.call(torch.narrow, (fused, 3, 0, made.width))
     if made.shared is not None:
@@ -141,13 +151,15 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         query = builder.call(torch.div if factor.divide else torch.mul, (query, made))
     query = _cast(query, site, builder)
     value = _with_weights(site, form, value, kept, builder)
-    mask = empty = count = None
+    mask = empty = count = passing = None
     if site.call is not None and site.call.mask is not None and not variant.is_causal and not variant.unmasked:
         mask = _called_mask(site, form, site.call.mask, builder, shared)
     elif form.mask and not variant.is_causal and not variant.unmasked:
         key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
         mask, count = made.mask, made.shared
+        if made.passing is not None:
+            passing = (made.passing, query)
         if made.swallowed is not None:
             query = builder.call(torch.masked_fill, (query, made.swallowed, 0.0))
         if made.undefined is not None:
@@ -164,7 +176,28 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
         width=width,
         empty=empty,
         shared=count,
+        passing=passing,
     )
+
+
+def _with_row_gradients(
+    site: Site, form: Form, fused: Any, made: Parts, rows: Any, query: Any, builder: Builder
+) -> Any:
+    """The output as it is, with the gradients that rows of equal weights pass on to queries and keys in eager.
+
+    Each of the n keys weighs 1 / n there, so that the gradient g of a row's output is one of g . (v - mean(v)) / n for
+    each score, and the same as that of q @ C with C = k.T @ (v - mean(v)) / n, times the scale.
+    """
+    call = builder.call
+    value = call(torch.detach, (made.value,))
+    value = call(torch.sub, (value, call(torch.mean, (value,), {"dim": 2, "keepdim": True})))
+    value = call(torch.div, (value, builder.size(flat(site.keys))))
+    linear = call(torch.matmul, (call(torch.transpose, (made.key, 2, 3)), value))
+    if not known_equal(value_of(linear).shape[1], value_of(query).shape[1]):
+        linear = for_each_head(linear, form, builder)
+    term = call(torch.mul, (call(torch.matmul, (query, linear)), form.scale))
+    term = call(torch.sub, (term, call(torch.detach, (term,))))
+    return call(torch.add, (fused, call(torch.where, (rows, term, 0.0))))
 
 
 def _without_nan(form: Form, fused: Any, value: Any, builder: Builder) -> Any:
@@ -275,7 +308,7 @@ def _shared_mask(
         mask = _dense_mask(site, form, builder)
         made = GuardedMask(mask)
         if not variant.rows_nonempty:
-            made = _guarded(site, form, mask, builder, reader)
+            made = _guarded(site, form, mask, builder, reader, variant.row_gradients)
         shared[key] = made
     return shared[key]
 
@@ -457,7 +490,9 @@ def check_empty_rows(site: Site, form: Form, reader: Reader) -> None:
     )
 
 
-def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader) -> "GuardedMask":
+def _guarded(
+    site: Site, form: Form, mask: Any, builder: Builder, reader: Reader, row_gradients: bool
+) -> "GuardedMask":
     """The mask with which rows that no key is left in come out as in eager, whatever the kernel does there."""
     call = builder.call
     hiding = sum(hides(step, reader) for step in form.mask)
@@ -503,8 +538,13 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
         return GuardedMask(mask, shared=_sharing(mask, top, call(torch.le, (beyond, lowest)), builder), **nan)
     # The kernels' backward divides by exp(max + log(sum)), where a huge negative max swallows the sum: with every key
     # of a row masked, gradients would be too large by the number of keys. A softmax does not see the shift.
+    swallowed = call(torch.le, (beyond, lowest))
     mask = call(torch.sub, (mask, top))
-    return GuardedMask(mask, call(torch.le, (beyond, lowest)), **nan)
+    passing = None
+    if row_gradients and old.requires_grad and not site.dropout and not replaced and _adds(site, form):
+        least = call(torch.amin, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
+        passing = call(torch.logical_and, (swallowed, call(torch.eq, (least, 0))))
+    return GuardedMask(mask, swallowed, passing=passing, **nan)
 
 
 def _sharing(mask: Any, top: Any, swallowed: Any, builder: Builder) -> Any:
@@ -543,6 +583,11 @@ def _passes_gradients(site: Site, form: Form, reader: Reader) -> bool:
             if _SWALLOWS_COUNT < least_added(step, reader) < 0:
                 return False
     return True
+
+
+def _adds(site: Site, form: Form) -> bool:
+    """Whether a mask is only added, in a dtype in which its minimum swallows any score."""
+    return site.dtype != torch.float16 and all(isinstance(step, Add | Scale) for step in form.mask)
 
 
 def lowest_of(site: Site, form: Form, reader: Reader) -> float:

@@ -50,6 +50,7 @@ class Session:
     context: PassContext  # the pass' context
     dtype_policy: DtypePolicy = PRESETS["keep"]  # what lowers the operands of a fused kernel afterwards
     eager_random: bool = False  # whether dropout has to draw the random numbers that eager draws
+    empty_row_gradients: bool = False  # whether rows without a key pass gradients on wherever eager's do
     # Tensors made for one site that others can use: masks.
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
     blocks: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])  # what FlexAttention's sites share

@@ -268,6 +268,7 @@ def _width(features: tuple[Axis, ...]) -> Any:
 
 def _parts(attempt: Attempt, form: Form, variant: Variant) -> Parts:
     session = attempt.session
+    variant = dataclasses.replace(variant, row_gradients=session.empty_row_gradients)
     return parts(attempt.site, form, variant, attempt.builder, session.reader, session.shared)
 
 

@@ -8,6 +8,8 @@ import torch
 from fusion import Backend, compiled, differentiate, fuse, inputs, leaves, results
 from tiers import fast
 
+from omnicomp.options.policy import Policy
+from omnicomp.passes.attention import sdpa
 from omnicomp.timeline import Rewrite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -163,6 +165,34 @@ def test_the_values_gradient_from_rows_without_keys_is_that_of_eager(name):
 def test_rows_without_keys_pass_on_the_gradients_that_they_do_in_eager(name, dtype):
     q, k, v, _ = inputs(dtype)
     assert differentiate(FINITE[name], q, k, v, KEPT).rewrite()
+
+
+GROUPED = lambda q, k, v, kept: attend(  # noqa: E731
+    q @ k[:, :2].repeat_interleave(2, 1).mT * 0.25 + added(q, kept), v[:, :2].repeat_interleave(2, 1)
+)
+
+
+@pytest.fixture
+def a_kernel_that_passes_none(monkeypatch):
+    """As those of GPUs."""
+    monkeypatch.setattr(sdpa, "_passes_gradients", lambda *args: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["added", "of queries", "of groups"])
+def test_by_option_rows_without_keys_pass_gradients_on_whatever_the_kernel_does(name, dtype, a_kernel_that_passes_none):
+    q, k, v, _ = inputs(dtype)
+    function = {**FINITE, "of groups": GROUPED}[name]
+    policy = Policy(check_passes=True, empty_row_gradients=True)
+    assert differentiate(function, q, k, v, KEPT, policy=policy).rewrite()
+    with pytest.raises(AssertionError, match="Mismatched"):
+        differentiate(function, q, k, v, KEPT)
+
+
+def test_by_option_rows_that_are_filled_pass_none(a_kernel_that_passes_none):
+    q, k, v, _ = inputs()
+    policy = Policy(check_passes=True, empty_row_gradients=True)
+    assert differentiate(FINITE["filled"], q, k, v, KEPT, policy=policy).rewrite()
 
 
 def test_rows_of_padding_pass_on_their_gradients_beside_a_trained_bias():
