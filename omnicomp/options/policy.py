@@ -181,8 +181,9 @@ class Policy:
     empty_row_gradients: bool = option(
         False,
         boolean,
-        "in training on a GPU, a query of which an added finite minimum hides every key, as left padding does, passes its "
-        "gradient on to queries and keys, as in eager; costs two small products more for each attention with such a mask",
+        "in training on a GPU, a query from which an added finite minimum hides every key, as left padding does, "
+        "passes its gradient on to queries and keys, as in eager; each attention with such a mask costs two small "
+        "products more",
     )
     on_error: str = option(
         "retreat",

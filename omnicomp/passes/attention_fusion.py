@@ -73,9 +73,7 @@ class AttentionFusion(Pass):
         def fuse() -> bool:
             from omnicomp.passes.attention.fuse import Fusion
 
-            fusion = Fusion(
-                self.name, self.dtype_policy, self.eager_random, self.seconds, self.empty_row_gradients
-            )
+            fusion = Fusion(self.name, self.dtype_policy, self.eager_random, self.seconds, self.empty_row_gradients)
             return fusion.fuse_all(module, context)
 
         return PassResult(module, decided((self,), module, context, fuse, lambda: _is_final(context)))

@@ -490,9 +490,7 @@ def check_empty_rows(site: Site, form: Form, reader: Reader) -> None:
     )
 
 
-def _guarded(
-    site: Site, form: Form, mask: Any, builder: Builder, reader: Reader, row_gradients: bool
-) -> "GuardedMask":
+def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader, row_gradients: bool) -> "GuardedMask":
     """The mask with which rows that no key is left in come out as in eager, whatever the kernel does there."""
     call = builder.call
     hiding = sum(hides(step, reader) for step in form.mask)
