@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from omnicomp._torch.autograd.attention import without_guards
+from omnicomp._torch.autograd.attention import flash_implementation, without_guards
 from omnicomp._torch.autograd.sdpa import in_transform
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor.graph_text import TextGraph, dump_constant
@@ -186,6 +186,7 @@ def _state_of_torch(device: str) -> tuple[Any, ...]:
         torch.get_default_dtype(),
         (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()),
         (backends.math_sdp_enabled(), backends.cudnn_sdp_enabled()),
+        flash_implementation(),
         cuda,
     )
 

@@ -88,6 +88,12 @@ def enabled_kernel(name: str) -> bool:
     return enabled[name]()
 
 
+def flash_implementation() -> str:
+    """The flash attention that a program activated in torch's place, such as `FA3` or `FA4`; empty for torch's own."""
+    named = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (named and named()) or ""
+
+
 def concrete(value: Any) -> Any:
     """A stand-in with the sizes seen at compile time, so that looking at it adds no guard; inside `fused_kernel`.
 

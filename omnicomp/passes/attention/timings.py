@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from omnicomp._torch.autograd.attention import hint_of, is_static
+from omnicomp._torch.autograd.attention import flash_implementation, hint_of, is_static
 from omnicomp._torch.devices.timer import measurable, versions
 from omnicomp._torch.inductor.store import JsonStore
 from omnicomp.analysis.random_state import generator_states
@@ -285,7 +285,7 @@ def _bucket(size: int) -> int:
 
 
 def _key(problem: "Problem", kernels: Sequence[str]) -> str:
-    parts = (versions(problem.device), problem.text, tuple(kernels))
+    parts = (versions(problem.device), flash_implementation(), problem.text, tuple(kernels))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

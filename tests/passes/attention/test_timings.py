@@ -5,8 +5,10 @@ import json
 
 import pytest
 import torch
+import torch.nn.attention
 from fusion import Backend, compiled, inputs
 
+from omnicomp._torch.autograd.attention import flash_implementation
 from omnicomp._torch.autograd.sdpa_bench import Problem
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention import timings
@@ -144,6 +146,19 @@ def test_it_is_timed_once_in_a_process_and_once_on_a_machine(monkeypatch):
     monkeypatch.setattr(timings, "versions", lambda device: ("another device",))
     found(timer)
     assert timer.made == 3
+
+
+def test_it_is_timed_again_with_another_flash_attention(monkeypatch):
+    timer = Timer(cudnn=2.0, flash=3.0)
+    assert flash_implementation() == ""
+    assert found(timer).best == "cudnn"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+        assert flash_implementation() == "FA4"
+        timer.times["flash"] = 1.0
+        assert found(timer).best == "flash"
+    assert found(timer).best == "cudnn"
+    assert timer.made == 2
 
 
 def test_what_is_known_costs_no_budget():
