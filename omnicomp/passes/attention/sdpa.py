@@ -47,6 +47,7 @@ class Variant:
         padded: pad the features of queries and keys, or of values, to one size.
         filled: read the keys up to the last one that a query sees.
         row_gradients: rows in which no key is left pass gradients on wherever eager's do.
+        written: make a call's mask anew, and rows without a key as torch's decomposition does, whatever the kernel does.
     """
 
     grouped: bool = False
@@ -57,6 +58,7 @@ class Variant:
     padded: bool = False
     filled: bool = False
     row_gradients: bool = False
+    written: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +154,11 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
     query = _cast(query, site, builder)
     value = _with_weights(site, form, value, kept, builder)
     mask = empty = count = passing = None
-    if site.call is not None and site.call.mask is not None and not variant.is_causal and not variant.unmasked:
+    if variant.is_causal or variant.unmasked:
+        pass
+    elif site.call is not None and site.call.mask is not None and not variant.written:
         mask = _called_mask(site, form, site.call.mask, builder, shared)
-    elif form.mask and not variant.is_causal and not variant.unmasked:
+    elif form.mask:
         key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
         mask, count = made.mask, made.shared
@@ -539,7 +543,7 @@ def _guarded(site: Site, form: Form, mask: Any, builder: Builder, reader: Reader
     swallowed = call(torch.le, (beyond, lowest))
     mask = call(torch.sub, (mask, top))
     passing = None
-    if row_gradients and old.requires_grad and not site.dropout and not replaced and _adds(site, form):
+    if row_gradients and old.requires_grad and not site.dropout and _adds(site, form):
         least = call(torch.amin, (call(torch.Tensor.detach, (mask,)),), {"dim": -1, "keepdim": True})
         passing = call(torch.logical_and, (swallowed, call(torch.eq, (least, 0))))
     return GuardedMask(mask, swallowed, passing=passing, **nan)

@@ -197,6 +197,29 @@ def test_decomposed_calls_become_fused_ones():
     assert FLASH in backend.rewrite().detail
 
 
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -torch.inf], ids=str)
+@pytest.mark.parametrize("beside", ["nothing", "a bias"])
+def test_rows_without_a_key_are_those_of_a_decomposed_call(beside, value):
+    """Kernels do not agree about them: the mask is made anew, with what torch's decomposition makes of them."""
+    q, k, v = (x[:, 0] for x in operands())
+    kept = torch.ones(2, 1, 8, dtype=torch.bool)
+    kept[0] = False
+    kept[1, :, :3] = False
+    table = torch.nn.Parameter(torch.randn(15), requires_grad=False)
+
+    def call(q, k, v, kept):
+        bias = torch.zeros(8, 8) if beside == "nothing" else table[torch.arange(8)[:, None] - torch.arange(8) + 7]
+        lowest = value if value == -torch.inf else torch.finfo(q.dtype).min
+        return sdpa(q, k, v, attn_mask=torch.where(kept, bias.to(q.dtype), lowest))
+
+    for backend in (differentiate(call, q, k, v, kept), fuse(call, *(x.detach() for x in (q, k, v)), kept)):
+        rewrite = backend.rewrite()
+        assert FLASH in rewrite.detail
+        assert not rewrite.kept
+    expected = call(*(x.detach() for x in (q, k, v)), kept)
+    assert bool(expected[0].any()) == (value != -torch.inf)
+
+
 @pytest.mark.parametrize("name", ["ones", "infinite", "generated"])
 def test_gradients(name):
     backend = differentiate(CAUSAL[name], *operands())

@@ -11,6 +11,7 @@ MASKS = ("none", "is_causal", "causal", "bottom", "full", "window", "documents",
 ARRIVALS = ("computed", "input", "buffer")
 FORMS = ("bool", "lowest", "infinite")
 REPEATS = ("none", "interleave", "expand", "grouped", "one")
+BESIDE = ("nothing", "nothing", "bias where it is seen", "sum with a bias")
 COPIES = ("none", "contiguous", "transposed", "scaled")
 
 
@@ -48,11 +49,13 @@ class Program(torch.nn.Module):
         self.scale = draw.choice((None, None, 0.3, 1.0, -0.5))
         self.training, self.dynamic = draw.random() < 0.4, draw.random() < 0.25
         self.causal_scale_is_right = self.scale is None or self.scale > 0
+        self.beside, trained = draw.choice(BESIDE), draw.random() < 0.5
+        self.table = torch.nn.Parameter(torch.linspace(-1, 1, 28, dtype=self.dtype).reshape(7, 4), requires_grad=trained)
         mask = self.mask(torch.ones(2, self.keys, dtype=torch.bool))
-        self.register_buffer("held", mask if isinstance(mask, torch.Tensor) else None, persistent=False)
+        self.register_buffer("held", None if mask is None else mask.detach(), persistent=False)
 
     def __repr__(self) -> str:
-        names = "kind arrival form repeat copy rank queries keys dtype size value_size scale training dynamic".split()
+        names = "kind arrival form repeat copy rank queries keys dtype size value_size scale training dynamic beside".split()
         return f"Program({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     def mask(self, padding: torch.Tensor) -> torch.Tensor | None:
@@ -64,7 +67,14 @@ class Program(torch.nn.Module):
         if self.form == "bool":
             return keep
         lowest = torch.finfo(self.dtype).min if self.form == "lowest" else -torch.inf
-        return torch.zeros(keep.shape, dtype=self.dtype).masked_fill(~keep, lowest)
+        hidden = torch.zeros(keep.shape, dtype=self.dtype).masked_fill(~keep, lowest)
+        if self.beside == "nothing":
+            return hidden
+        q, k = torch.arange(self.queries)[:, None], torch.arange(self.keys)
+        bias = self.table[(q + 2 * k) % 7].permute(2, 0, 1)[None]
+        if self.beside == "sum with a bias":
+            return bias + hidden
+        return torch.where(keep, bias, lowest)
 
     def repeated(self, x: torch.Tensor) -> torch.Tensor:
         if self.repeat == "interleave":
@@ -86,7 +96,7 @@ class Program(torch.nn.Module):
         if self.rank == 3:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             if mask is not None and mask.dim() == 4:
-                mask = mask.expand(-1, 4, -1, -1).flatten(0, 1)
+                mask = mask.expand(2, 4, -1, -1).flatten(0, 1)
         elif self.rank == 5:
             q, k, v = (x[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(
@@ -113,7 +123,8 @@ class Program(torch.nn.Module):
         padding = torch.ones(2, self.keys, dtype=torch.bool)
         if padded:
             padding[1, self.keys // 2 + 1 :] = False
-        return [*tensors, padding, self.mask(padding)]
+        mask = self.mask(padding)
+        return [*tensors, padding, None if mask is None else mask.detach()]
 
 
 def results(function: Any, arguments: list[Any], *, training: bool) -> list[torch.Tensor]:
