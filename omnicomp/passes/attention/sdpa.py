@@ -47,7 +47,7 @@ class Variant:
         padded: pad the features of queries and keys, or of values, to one size.
         filled: read the keys up to the last one that a query sees.
         row_gradients: rows in which no key is left pass gradients on wherever eager's do.
-        written: make a call's mask anew, and rows without a key as torch's decomposition does, whatever the kernel does.
+        written: make a call's mask anew, and what torch's decomposition makes of rows without a key.
     """
 
     grouped: bool = False

@@ -50,13 +50,14 @@ class Program(torch.nn.Module):
         self.training, self.dynamic = draw.random() < 0.4, draw.random() < 0.25
         self.causal_scale_is_right = self.scale is None or self.scale > 0
         self.beside, trained = draw.choice(BESIDE), draw.random() < 0.5
-        self.table = torch.nn.Parameter(torch.linspace(-1, 1, 28, dtype=self.dtype).reshape(7, 4), requires_grad=trained)
+        table = torch.linspace(-1, 1, 28, dtype=self.dtype).reshape(7, 4)
+        self.table = torch.nn.Parameter(table, requires_grad=trained)
         mask = self.mask(torch.ones(2, self.keys, dtype=torch.bool))
         self.register_buffer("held", None if mask is None else mask.detach(), persistent=False)
 
     def __repr__(self) -> str:
-        names = "kind arrival form repeat copy rank queries keys dtype size value_size scale training dynamic beside".split()
-        return f"Program({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+        names = "kind arrival form repeat copy rank queries keys dtype size value_size scale training dynamic beside"
+        return f"Program({', '.join(f'{name}={getattr(self, name)}' for name in names.split())})"
 
     def mask(self, padding: torch.Tensor) -> torch.Tensor | None:
         if self.kind in ("none", "is_causal"):
