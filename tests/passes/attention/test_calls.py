@@ -218,11 +218,12 @@ def test_rows_without_a_key_are_those_of_a_decomposed_call(beside, value, kernel
         lowest = value if value == -torch.inf else torch.finfo(q.dtype).min
         return sdpa(q, k, v, attn_mask=torch.where(kept, bias.to(q.dtype), lowest))
 
-    for backend in (differentiate(call, q, k, v, kept, policy=policy), fuse(call, *(x.detach() for x in (q, k, v)), kept)):
+    given = [x.detach() for x in (q, k, v)]
+    for backend in (differentiate(call, q, k, v, kept, policy=policy), fuse(call, *given, kept)):
         rewrite = backend.rewrite()
         assert FLASH in rewrite.detail
         assert not rewrite.kept
-    expected = call(*(x.detach() for x in (q, k, v)), kept)
+    expected = call(*given, kept)
     assert bool(expected[0].any()) == (value != -torch.inf)
 
 
