@@ -120,6 +120,16 @@ def t5_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tens
     return attend(scores / 8 + bias, v)
 
 
+def called_with_bias(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """As T5 calls it: the keys of the mask are not one after the other in memory."""
+    place = torch.arange(k.shape[2], device=q.device)
+    bias = F.embedding((place[:, None] - place).abs().clamp(max=31), table).permute(2, 0, 1).unsqueeze(0)
+    mask = torch.where(kept[:, None, None] == 1, bias, torch.finfo(q.dtype).min)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.125)
+
+
 def with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     scores = product(q, k)
     rows, columns = indices(scores)
@@ -255,6 +265,15 @@ def test_alibi_is_computed_and_not_read() -> None:
     rewrite = check(alibi, operands())
     assert rewrite.target == "flex_attention"
     assert "bias" in rewrite.detail
+
+
+@pytest.mark.parametrize("length", [LENGTH, 700])
+def test_a_call_whose_mask_no_kernel_takes_gets_one_that_some_do(length: int) -> None:
+    table = torch.randn(32, 4, device="cuda", dtype=torch.bfloat16)
+    kept = (torch.arange(LENGTH, device="cuda") < length).long().expand(2, -1)
+    rewrite = check(called_with_bias, [*operands(), table, kept], options={"speculate": False})
+    assert not rewrite.kept
+    assert re.search(DENSE, rewrite.detail)
 
 
 def test_a_learned_bias_has_its_gradient() -> None:
