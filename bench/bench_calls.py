@@ -73,6 +73,8 @@ def column_of(event: Rewrite | NearMiss, shown: str | None) -> str:
     if mask is None:
         return "bias" if "score" in event.detail else "told"
     names = mask.group(1).split(" and ")
+    if "bias" in names and shown is None:
+        return "bias"  # whatever hides keys beside it, no kernel does without the numbers
     if (shown == "" and not {"unknown", "bias"}.isdisjoint(names)) or (shown is None and "unknown" in names):
         return "open"
     if event.target == "flex_attention":
