@@ -221,7 +221,7 @@ def _steps(
         yield _hiding(Apply(dtype=torch.bool, op="gt", args=(key, query)))
     if mask is None:
         return
-    term = reader.expand(reader.read(mask.value, mask.at))
+    term = reader.read(mask.value, mask.at)
     if term.dtype == torch.bool:
         yield _hiding(Apply(dtype=torch.bool, op="not", args=(term,)))
     else:

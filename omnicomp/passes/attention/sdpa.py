@@ -7,6 +7,7 @@ queries of such rows are replaced: by zero, so that only the mask decides, or by
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any, Final
 
 import torch
@@ -47,7 +48,7 @@ class Variant:
         padded: pad the features of queries and keys, or of values, to one size.
         filled: read the keys up to the last one that a query sees.
         row_gradients: rows in which no key is left pass gradients on wherever eager's do.
-        written: make a call's mask anew, and what torch's decomposition makes of rows without a key.
+        written: make what torch's decomposition of a call makes of rows without a key, whatever the kernel does there.
     """
 
     grouped: bool = False
@@ -157,7 +158,7 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
     if variant.is_causal or variant.unmasked:
         pass
     elif site.call is not None and site.call.mask is not None and not variant.written:
-        mask = _called_mask(site, form, site.call.mask, builder, shared)
+        mask = _called_mask(site, form, site.call.mask, builder, reader, shared)
     elif form.mask:
         key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
@@ -219,9 +220,9 @@ def for_each_head(item: Any, form: Form, builder: Builder) -> Any:
     return builder.call(torch.repeat_interleave, (item, copies), {"dim": 1})
 
 
-def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder, shared: Shared) -> Any:
+def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder, reader: Reader, shared: Shared) -> Any:
     """The mask of a call, in the dimensions of the new one; made once for all calls with an equal one."""
-    key = ("called", mask_key(site, form), value_of(mask.node).dtype)
+    key = ("called", _meaning(site, form, reader), value_of(mask.node).dtype)
     if key not in shared:
         made = builder.place(mask.node, mask.at, form.groups(site))
         if known_equal(value_of(made).shape[-1], 1):
@@ -230,6 +231,15 @@ def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder, shared
             made = _contiguous(made, builder)
         shared[key] = made
     return shared[key]
+
+
+def _meaning(site: Site, form: Form, reader: Reader) -> Hashable:
+    """Equal for calls whose masks are computed alike, each for itself."""
+    steps: list[Step] = [
+        Add(reader.expand(step.term), step.negative) if isinstance(step, Add) else step for step in form.mask
+    ]
+    steps = [Fill(reader.expand(step.condition), step.value) if isinstance(step, Fill) else step for step in steps]
+    return mask_key(site, dataclasses.replace(form, mask=steps))
 
 
 def _without_hidden(
@@ -306,10 +316,16 @@ def _shared_mask(
 ) -> "GuardedMask":
     if not variant.rows_nonempty:
         check_empty_rows(site, form, reader)
-    key = (mask_key(site, form), site.dtype, site.fake().requires_grad, variant.rows_nonempty, str(site.undefined))
+    called = None if site.call is None else site.call.mask
+    meaning = mask_key(site, form) if called is None else _meaning(site, form, reader)
+    key = (meaning, site.dtype, site.fake().requires_grad, variant.rows_nonempty, str(site.undefined))
     key = (*key, bool(site.sinks))
     if key not in shared:
-        mask = _dense_mask(site, form, builder)
+        mask = (
+            _dense_mask(site, form, builder)
+            if called is None
+            else _called_mask(site, form, called, builder, reader, shared)
+        )
         made = GuardedMask(mask)
         if not variant.rows_nonempty:
             made = _guarded(site, form, mask, builder, reader, variant.row_gradients)

@@ -159,9 +159,8 @@ def _ways_of_call(site: Site, form: Form, masking: Masking, session: Session) ->
             better = variant.grouped and repeated
             yield functools.partial(_same_mask, site, form, masking, variant, better=better)
     # In torch's decomposition scores are float32, and the least number of float16 swallows none.
-    swallowed = site.dtype is not torch.float16 or all(isinstance(s, Fill) for s in form.mask)
-    decomposed = site.call.mask is not None and not site.call.default_scale and not _called_kernel(site, session)
-    if decomposed and swallowed:
+    added = site.call.mask is not None and site.call.mask.value.fake.dtype is site.dtype is not torch.float16
+    if added and not site.call.default_scale and not _called_kernel(site, session):
         for variant in _variants(site, form, masking):
             yield functools.partial(_plain, site, form, masking, dataclasses.replace(variant, written=True))
 
