@@ -48,7 +48,7 @@ class Variant:
         padded: pad the features of queries and keys, or of values, to one size.
         filled: read the keys up to the last one that a query sees.
         row_gradients: rows in which no key is left pass gradients on wherever eager's do.
-        written: make what torch's decomposition of a call makes of rows without a key, whatever the kernel does there.
+        guarded: guard the mask of a call, too: rows without a key are those of torch's decomposition.
     """
 
     grouped: bool = False
@@ -59,7 +59,7 @@ class Variant:
     padded: bool = False
     filled: bool = False
     row_gradients: bool = False
-    written: bool = False
+    guarded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +155,10 @@ def parts(site: Site, form: Form, variant: Variant, builder: Builder, reader: Re
     query = _cast(query, site, builder)
     value = _with_weights(site, form, value, kept, builder)
     mask = empty = count = passing = None
-    if variant.is_causal or variant.unmasked:
-        pass
-    elif site.call is not None and site.call.mask is not None and not variant.written:
+    masked = not variant.is_causal and not variant.unmasked
+    if masked and site.call is not None and site.call.mask is not None and not variant.guarded:
         mask = _called_mask(site, form, site.call.mask, builder, reader, shared)
-    elif form.mask:
+    elif masked and form.mask:
         key = _without_hidden(site, form, variant, key, kept, builder, shared)
         made = _shared_mask(site, form, variant, builder, reader, shared)
         mask, count = made.mask, made.shared
@@ -197,7 +196,10 @@ def _with_row_gradients(
     value = call(torch.detach, (made.value,))
     value = call(torch.sub, (value, call(torch.mean, (value,), {"dim": 2, "keepdim": True})))
     value = call(torch.div, (value, builder.size(flat(site.keys))))
-    linear = call(torch.matmul, (call(torch.transpose, (made.key, 2, 3)), value))
+    key, width = made.key, value_of(query).shape[-1]
+    if not known_equal(value_of(key).shape[-1], width):
+        key = call(torch.narrow, (key, 3, 0, width))  # without the zeros that pad it
+    linear = call(torch.matmul, (call(torch.transpose, (key, 2, 3)), value))
     if not known_equal(value_of(linear).shape[1], value_of(query).shape[1]):
         linear = for_each_head(linear, form, builder)
     term = call(torch.mul, (call(torch.matmul, (query, linear)), form.scale))
@@ -235,11 +237,13 @@ def _called_mask(site: Site, form: Form, mask: Operand, builder: Builder, reader
 
 def _meaning(site: Site, form: Form, reader: Reader) -> Hashable:
     """Equal for calls whose masks are computed alike, each for itself."""
-    steps: list[Step] = [
-        Add(reader.expand(step.term), step.negative) if isinstance(step, Add) else step for step in form.mask
-    ]
-    steps = [Fill(reader.expand(step.condition), step.value) if isinstance(step, Fill) else step for step in steps]
-    return mask_key(site, dataclasses.replace(form, mask=steps))
+
+    def expanded(step: Step) -> Step:
+        if isinstance(step, Fill):
+            return Fill(reader.expand(step.condition), step.value)
+        return Add(reader.expand(step.term), step.negative) if isinstance(step, Add) else step
+
+    return mask_key(site, dataclasses.replace(form, mask=list(map(expanded, form.mask))))
 
 
 def _without_hidden(

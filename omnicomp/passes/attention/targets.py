@@ -162,7 +162,7 @@ def _ways_of_call(site: Site, form: Form, masking: Masking, session: Session) ->
     added = site.call.mask is not None and site.call.mask.value.fake.dtype is site.dtype is not torch.float16
     if added and not site.call.default_scale and not _called_kernel(site, session):
         for variant in _variants(site, form, masking):
-            yield functools.partial(_plain, site, form, masking, dataclasses.replace(variant, written=True))
+            yield functools.partial(_plain, site, form, masking, dataclasses.replace(variant, guarded=True))
 
 
 def _same_mask(
@@ -372,10 +372,10 @@ def _kernel(
     """
     operands = (made.query, made.key, made.value)
     facts = [None if node is None else _facts(fake_value(node)) for node in (*operands, made.mask)]
-    named = repr({k: v for k, v in kwargs.items() if k != "attn_mask"})
-    key = (repr(facts), named, dtype, site.fake().requires_grad, _unfused(site, session))
+    named, unfused = repr({k: v for k, v in kwargs.items() if k != "attn_mask"}), _unfused(site, session)
+    key = (repr(facts), named, dtype, site.fake().requires_grad, unfused)
     if key not in session.kernels:
-        session.kernels[key] = _decided(operands, made.mask, kwargs, dtype, site, session)
+        session.kernels[key] = _decided(operands, made.mask, kwargs, dtype, site, session, unfused)
     pinned, kernel, timed = session.kernels[key]
     session.timed[site.output] = {} if timed is None else timed.times
     if timed is not None and timed.best == UNFUSED:
@@ -408,6 +408,7 @@ def _decided(
     dtype: torch.dtype,
     site: Site,
     session: Session,
+    unfused: str,
 ) -> tuple[str, str, Timed | None]:
     query, key, value = map(fake_value, operands)
 
@@ -437,7 +438,7 @@ def _decided(
         grouped=kwargs.get("enable_gqa", False),
         dropout=kwargs.get("dropout_p", 0.0),
         training=training,
-        unfused=_unfused(site, session),
+        unfused=unfused,
     )
     timed = None
     if problem is not None and session.budget.enabled and "scale" in kwargs:

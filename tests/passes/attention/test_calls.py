@@ -203,7 +203,7 @@ def test_decomposed_calls_become_fused_ones():
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -torch.inf], ids=str)
 @pytest.mark.parametrize("beside", ["nothing", "a bias"])
 def test_rows_without_a_key_are_those_of_a_decomposed_call(beside, value, kernel, monkeypatch):
-    """Kernels do not agree about them: the mask is made anew, with what torch's decomposition makes of them."""
+    """Kernels do not agree about them: the mask is guarded, with what torch's decomposition makes of them."""
     if kernel == "as of GPUs":
         monkeypatch.setattr(sdpa_parts, "_passes_gradients", lambda *args: False)
     policy = Policy(check_passes=True, empty_row_gradients=True)

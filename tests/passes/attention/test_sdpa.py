@@ -189,6 +189,16 @@ def test_by_option_rows_without_keys_pass_gradients_on_whatever_the_kernel_does(
         differentiate(function, q, k, v, KEPT)
 
 
+@pytest.mark.parametrize("narrow", ["queries", "values"])
+def test_by_option_rows_without_keys_pass_gradients_on_beside_zeros_that_pad_heads(narrow, a_kernel_that_passes_none):
+    q, k, v, _ = inputs()
+    q, k, v = (q[..., :8], k[..., :8], v) if narrow == "queries" else (q, k, v[..., :8])
+    given = [x.contiguous() for x in (q, k, v)]
+    policy = Policy(check_passes=True, empty_row_gradients=True)
+    rewrite = differentiate(FINITE["added"], *given, KEPT, policy=policy).rewrite()
+    assert "padded head size" in rewrite.detail
+
+
 def test_by_option_rows_that_are_filled_pass_none(a_kernel_that_passes_none):
     q, k, v, _ = inputs()
     policy = Policy(check_passes=True, empty_row_gradients=True)
