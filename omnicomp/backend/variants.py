@@ -214,9 +214,12 @@ class Variants:
         likely = self._likely(look)
         if likely is None:
             return self._run(self._found(look, args), args)
-        # The device would idle until the host has read the verdict: the likely variant is run meanwhile. The check is
-        # launched behind it, as the device may have nothing else to do yet, and does not wait for it.
-        look.mark()
+        # The device would idle until the host has read the verdict: the likely variant is launched behind the check.
+        try:
+            look.ask()
+        except Exception as error:  # noqa: BLE001 - as below
+            self._give_up(error)
+            return self._run(self._general, args)
         states = generator_states({x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda})
         error: Exception | None = None
         result = None

@@ -7,13 +7,14 @@ which costs less. On CUDA a kernel of Triton has all of them from one pass over 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
-from omnicomp._torch.inductor.triton_ops import usable
+from omnicomp._torch.inductor.triton_ops import launch_again, usable
 from omnicomp.errors import first_line
 from omnicomp.timeline import Reason
 
@@ -133,7 +134,7 @@ def statistics(visible: torch.Tensor, other: torch.Tensor | None) -> torch.Tenso
         other: a bool of no dimensions: whether the mask does more to scores than hiding them; None if it does not.
 
     Returns:
-        An int64 tensor of one dimension, for `classified`; of two where each line is of some rows.
+        An int64 tensor of one dimension, for `classified`; of two where each column is of some rows.
     """
     mask = _four(visible)
     queries, keys = mask.shape[-2:]
@@ -187,12 +188,23 @@ def read_once(parts: MaskParts) -> bool:
         return False
     if len({tensor.device for tensor in given}) > 1 or not all(tensor.dtype in _READ for tensor in added):
         return False
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
-    return shape.numel() > 0 and max(shape[:-1].numel(), shape[-1]) < _FAR
+    *outer, keys = _together(given)
+    return 0 < math.prod(outer) < _FAR and 0 < keys < _FAR
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The sizes of tensors beside each other; `torch.broadcast_shapes` is written in Python, and takes 20 us."""
+    return [next((size for size in sizes if size != 1), 1) for sizes in zip(*(t.shape for t in tensors), strict=True)]
+
+
+@functools.cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as a comparison with a tensor of a dtype would round it."""
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def reduced(parts: MaskParts) -> torch.Tensor:
-    """`statistics` of a mask; those of the kernel where it takes the mask, one line for each program."""
+    """`statistics` of a mask; those of the kernel where it takes the mask, one column for each program."""
     if read_once(parts):
         try:
             return _launched(*parts)
@@ -217,7 +229,7 @@ def joined(found: torch.Tensor) -> list[int]:
     """What `classified` takes, of `statistics` on the host."""
     if found.dim() == 1:
         return found.tolist()
-    return [*found[:, :_LEAST].amin(0).tolist(), *found[:, _LEAST:].sum(0).tolist()]
+    return [*found[:_LEAST].amin(1).tolist(), *found[_LEAST:].sum(1).tolist()]
 
 
 def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: Sequence[float]) -> torch.Tensor:
@@ -226,7 +238,7 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
     kernel: Any = masks.statistics
     number = added[0] if added else None
     given = [tensor for tensor in (keep, number) if tensor is not None]
-    *outer, queries, keys = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    *outer, queries, keys = _together(given)
     strides = [
         [step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
         for tensor in (keep if keep is not None else given[0], given[-1])
@@ -236,28 +248,27 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
     rows = batch * heads * queries
     tile = _tile(rows)
     programs = min(-(-rows // tile[0]), _PROGRAMS)
-    found = given[0].new_empty((programs, _LEAST + _SUMS), dtype=torch.int64)
+    found = given[0].new_empty((_LEAST + _SUMS, programs), dtype=torch.int64)
+    arguments = (
+        keep if keep is None else keep.view(torch.uint8),
+        number,
+        found,
+        heads,
+        queries,
+        keys,
+        rows,
+        _rounded(hides[0], number.dtype) if number is not None else 0.0,
+        *strides[0],
+        *strides[1],
+        keep is not None,
+        number is not None,
+        STILL_SEEN,
+        _FAR,
+        _BLOCK,
+        *tile,
+    )
     with torch.cuda.device_of(found):
-        kernel[(programs,)](
-            keep if keep is None else keep.view(torch.uint8),
-            number,
-            found,
-            heads,
-            queries,
-            keys,
-            rows,
-            # As a comparison with a tensor of this dtype would round it.
-            float(torch.tensor(hides[0], dtype=number.dtype, device="cpu")) if number is not None else 0.0,
-            *strides[0],
-            *strides[1],
-            KEEP=keep is not None,
-            ADDED=number is not None,
-            SEEN=STILL_SEEN,
-            FAR=_FAR,
-            BLOCK=_BLOCK,
-            BQ=tile[0],
-            BK=tile[1],
-        )
+        launch_again(kernel, programs, arguments)
     return found
 
 

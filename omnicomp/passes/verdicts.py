@@ -6,11 +6,9 @@ arrays share memory with tensors and nothing waits, a verdict is known by the bi
 compares: that takes a fifth of a check.
 """
 
-import contextlib
-import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -312,37 +310,38 @@ class Look:
         self._whole: set[int] = set()  # what costs no more to be looked at in full
         self._made: dict[int, Any] = {}
         asked = (value for index in self._missing for value in self._read[index] if isinstance(value, torch.Tensor))
-        self._devices = {value.device for value in asked if _waits(value)}
-        self._since: torch.cuda.Event | None = None
+        self._is_waited_for = any(map(_waits, asked))
+        self._sent: _Sent | None = None
 
     @property
     def guess(self) -> list[Verdict] | None:
         """What the verdicts will be if nothing changed; None if that is not known, or nothing is waited for."""
-        if not self._devices:
+        if not self._is_waited_for:
             return None
         likely = [self._wanted[i] if found is None else found for i, found in enumerate(self._found)]
         known = [verdict for verdict in likely if verdict is not None]
         return self._accepted(known) if len(known) == len(likely) else None
 
-    def mark(self) -> None:
-        """Have the device look at the inputs as they are now, beside what is launched until the verdicts are wanted.
+    def ask(self) -> None:
+        """Have the device look at the inputs as they are now, without waiting for it.
 
-        What is launched must not write to the inputs.
+        Raises:
+            Exception: whatever a check raises.
         """
-        if len(self._devices) == 1 and (device := next(iter(self._devices))).type == "cuda":
-            self._since = torch.cuda.Event()
-            self._since.record(torch.cuda.current_stream(device))
+        with torch.no_grad():
+            items = self._checker.items
+            self._made = {index: items[index][1](*self._inputs[index]) for index in self._missing}
+            self._sent = _sent({index: self._asked(index, value) for index, value in self._made.items()})
 
     def verdicts(self) -> list[Verdict]:
-        """Those of `Checker.verdicts`; waits for the device."""
+        """Those of `Checker.verdicts`; waits for the device, which is asked now unless it was before."""
         if self._missing:
+            if self._sent is None:
+                self.ask()
+            assert self._sent is not None
             with torch.no_grad():
-                with _beside(self._devices, self._since):
-                    items = self._checker.items
-                    self._made = {index: items[index][1](*self._inputs[index]) for index in self._missing}
-                    sent = _sent({index: self._asked(index, value) for index, value in self._made.items()})
-                self._judge(sent)
-            self._missing, self._made = [], {}
+                self._judge(self._sent)
+            self._missing, self._made, self._sent = [], {}, None
         return self._accepted([verdict for verdict in self._found if verdict is not None])
 
     def _asked(self, index: int, made: Any) -> torch.Tensor:
@@ -389,25 +388,6 @@ class Look:
 def _waits(value: torch.Tensor) -> bool:
     """Whether the host waits for a device to know what is in a tensor."""
     return value.is_cuda
-
-
-@contextlib.contextmanager
-def _beside(devices: set[torch.device], since: torch.cuda.Event | None) -> Generator[None]:
-    """Use a stream of its own, which does not wait for what was launched behind an event, if there is one."""
-    if since is None:
-        yield
-        return
-    (device,) = devices
-    stream = _stream(device)
-    stream.wait_event(since)
-    with torch.cuda.stream(stream):
-        yield
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One that is served first, as the host waits for it."""
-    return torch.cuda.Stream(device, priority=-1)
 
 
 _Sent = list[tuple[list[tuple[int, torch.Size]], torch.Tensor, Any]]

@@ -246,6 +246,17 @@ def test_the_kernel_finds_it_in_many_blocks_and_programs(
     same((padding.expand(-1, 3, rows, -1), (), ()), kernel)
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["of the same sizes", "of other sizes and places"])
+def test_the_kernel_finds_it_in_the_next_masks(kernel: str, alike: bool) -> None:
+    for step in range(4):
+        size = 64 if alike else 64 + step
+        mask = band(size, size, None, step)
+        added = torch.zeros(size * size + 1, device=kernel)[0 if alike else step % 2 :][: size * size].view(mask.shape)
+        added.masked_fill_(~mask.to(kernel), -1e9)
+        assert classified(joined(reduced((None, (added,), (-1e8,))).cpu())) == class_of(mask)
+        assert classified(joined(reduced((mask.to(kernel), (), ())).cpu())) == class_of(mask)
+
+
 def test_a_kernel_that_fails_gives_way_to_torch_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*parts: Any) -> torch.Tensor:
         raise RuntimeError("no ptxas")

@@ -109,14 +109,14 @@ def test_other_elements_of_the_same_memory_are_checked_for_themselves(waits: lis
 def test_what_a_kernel_reads_at_once_is_always_looked_at_in_full(
     waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks beside each other, one of which the kernel takes, which leaves lines of numbers for parts of the rows."""
+    """Masks beside each other, one of which the kernel takes, which leaves columns of numbers for parts of the rows."""
     taken: list[torch.Tensor] = []
 
     def launched(keep: torch.Tensor, *rest: Any) -> torch.Tensor:
         taken.append(keep)
         whole = mask_classes.statistics(keep, None)
-        parts = torch.stack([whole, whole, whole])
-        parts[:2, mask_classes._LEAST :] = 0
+        parts = torch.stack([whole, whole, whole], 1)
+        parts[mask_classes._LEAST :, :2] = 0
         return parts
 
     monkeypatch.setattr(mask_classes, "usable", lambda tensor: bool(tensor[0, 0, 0, 0]))

@@ -22,7 +22,7 @@ def device() -> str:
 
 @functools.cache
 def _mend() -> None:
-    """Mend the interpreter of Triton 3.5: bounds of loops under numpy 2.4, and products of bfloat16, kept as uint16."""
+    """Mend the interpreter of Triton 3.5 and 3.6: bounds of loops under numpy 2.4, and products of bfloat16, kept as uint16."""
     import numpy  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
@@ -30,8 +30,8 @@ def _mend() -> None:
     patch: Any = interpreter._patch_lang_tensor
     dot: Any = interpreter.InterpreterBuilder.create_dot
 
-    def patched(tensor: Any) -> None:
-        patch(tensor)
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     def widened(handle: Any) -> Any:

@@ -24,6 +24,9 @@ from omnicomp._torch.autograd.overrides import put_fake
 REFERENCES: Final[dict[Any, Callable[..., Any]]] = {}
 """What each operator computes, in plain torch."""
 
+# Launches of compiled kernels by what they were compiled for, and how many are kept.
+_compiled: Final[dict[Any, Callable[..., None]]] = {}
+_MOST_COMPILED: Final = 256
 _library: Final = Library("omnicomp", "FRAGMENT")
 
 
@@ -58,6 +61,29 @@ def usable(tensor: torch.Tensor) -> bool:
     """Whether kernels of Triton can read a tensor as it is: a plain one, on an NVIDIA GPU that Triton compiles for."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return plain and tensor.is_cuda and not tensor.is_neg() and torch.version.hip is None and has_triton()
+
+
+def launch_again(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+    """Launch a kernel on the current device, that of its tensors, without what Triton does each time to find the compiled one.
+
+    Args:
+        kernel: made by `triton.jit`.
+        programs: how many.
+        arguments: all of them in order; tensors, numbers and constants.
+    """
+    # All that Triton may specialize a kernel for.
+    known = [
+        (value.dtype, value.device, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else (type(value), value)
+        for value in arguments
+    ]
+    key = kernel, programs, *known
+    launch = _compiled.get(key)
+    if launch is not None:
+        launch(*arguments)
+    elif (compiled := kernel[(programs,)](*arguments)) is not None:  # Triton's interpreter compiles none
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled[(programs, 1, 1)]
 
 
 def define(schema: str, reference: Callable[..., Any], plan: Callable[..., Plan]) -> Any:
