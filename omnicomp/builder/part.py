@@ -10,15 +10,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.early_writes import write_early
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
+from omnicomp._torch.dynamo.regions import propagate
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import is_bundled
 from omnicomp._torch.inductor.failures import failure_of_autotuning, not_kept, without_autotuning
 from omnicomp._torch.repairs import checked_sizes
+from omnicomp._torch.symbols import expression
 from omnicomp._torch.user_code import may_raise, user_operators
 from omnicomp.analysis.costs import size_of
 from omnicomp.analysis.nodes import fake_value
@@ -74,7 +77,9 @@ def build_part(
     try:
         if checked_sizes.NEEDED.here:
             checked_sizes.check_sizes(module.graph)
-        if context.part != "backward":
+        if context.part == "backward":
+            _take_layouts(module, inputs)
+        else:
             only_eager = set(context.policy.lowerings) <= {"eager", "override"}
             write_early(module.graph, (lambda _: True) if only_eager else may_raise)
         inlined = regions.inlined(module) if isinstance(regions, EarlyRegions) else None
@@ -91,6 +96,17 @@ def build_part(
         if can_restart():
             raise_late(context.graph, error, "ladder")
         return run_eagerly(module if builder is None else builder.plain, inputs, context, error)
+
+
+def _take_layouts(module: GraphModule, inputs: Sequence[Any]) -> None:
+    """Give the values of a backward the layouts of its inputs: what the forward saves may have got padded rows."""
+
+    def strides(value: Any) -> list[Any]:
+        return [expression(step) for step in value.stride()] if isinstance(value, torch.Tensor) else []
+
+    placeholders = module.graph.find_nodes(op="placeholder")
+    if any(strides(value) != strides(fake_value(node)) for node, value in zip(placeholders, inputs, strict=True)):
+        propagate(module, inputs)
 
 
 class _Builder:

@@ -15,11 +15,12 @@ import omnicomp
 from omnicomp._torch.fx import copy_module, traced_call
 from omnicomp.analysis.certify import PROVED
 from omnicomp.builder import regions
+from omnicomp.builder.part import build_part
 from omnicomp.builder.regions import Shared, share_regions
 from omnicomp.devices import resolve_device
 from omnicomp.lowerings.base import GraphRecord, LoweringContext
 from omnicomp.options.policy import parse
-from omnicomp.timeline import Timeline
+from omnicomp.timeline import Subgraph, Timeline
 
 
 @pytest.fixture(autouse=True)
@@ -371,3 +372,23 @@ def test_eager_operators_beside_regions() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(model, lowerings={"aten.erf": "eager"})(x), model(x))
     assert [bool(row.repeats) for row in omnicomp.audit().subgraphs] == [True, False, True]
+
+
+def test_what_a_forward_saved_in_padded_rows_is_read_by_a_backward_that_calls() -> None:
+    """Inductor pads rows on GPUs, and lays out anew what no call returns; AOTAutograd traces before it does."""
+
+    def run(x: torch.Tensor, *all: torch.Tensor) -> tuple[torch.Tensor]:
+        for weight, saved in zip(all[::2], all[1::2], strict=True):
+            x = torch.sin(x @ weight / 8) * 2 + saved
+        return (x,)
+
+    inputs = [torch.randn(4, 8), *(each for weight in weights(6) for each in (weight, torch.randn(4, 8)))]
+    module, _ = traced_call(run, inputs)
+    inputs[4] = torch.zeros(4, 16)[:, :8].copy_(inputs[4])
+    mode: Any = next(node.meta["val"].fake_mode for node in module.graph.nodes if node.op == "placeholder")
+    within = context("backward")
+    call = build_part(module, [mode.from_tensor(each) for each in inputs], within)
+    torch.testing.assert_close(call(list(inputs))[0], run(*inputs)[0])
+    [event] = [each for each in within.timeline.events() if isinstance(each, Subgraph)]
+    assert event.left_whole is None
+    assert sum(event.repeats.values()) in (4, 5)
