@@ -80,7 +80,8 @@ def plain_path(path: str) -> str:
     """Dynamo's name of a module or tensor as a qualified name: `layers.3.mlp` for `L['self'].layers[3].mlp`."""
     # Dynamo names the root by the variable that held it, L['self'] or G['model'], and keeps some indices in brackets.
     path = re.sub(r"^[LG]\['\w+'\]", "", path)
-    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+    kinds = "_(?:modules|parameters|buffers)"
+    path = re.sub(rf"\.(?:{kinds}|__dict__\['{kinds}'\])\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.lstrip(".")
 

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from omnicomp.analysis.nodes import call_count, function_name, insert_call, module_path, op_name, source_line
+from omnicomp.analysis.nodes import (
+    call_count,
+    function_name,
+    insert_call,
+    module_path,
+    op_name,
+    plain_path,
+    source_line,
+)
 
 
 class Model(nn.Module):
@@ -62,6 +70,11 @@ def test_a_source_line_is_the_users(nodes: list[Node]) -> None:
     assert source_line(calls(nodes)[0]) == f"{__file__}:{line}"
     assert function_name(nodes) == f"forward ({__file__}:{line})"
     assert source_line(Graph().placeholder("x")) == ""
+
+
+@pytest.mark.parametrize("kept", ["._modules['table']", ".__dict__['_modules']['table']", ".table", "['table']"])
+def test_a_module_is_named_by_its_attribute_however_dynamo_came_to_it(kept: str) -> None:
+    assert plain_path(f"L['self']{kept}.layers[3].mlp") == "table.layers.3.mlp"
 
 
 def test_module_paths_are_qualified_names(nodes: list[Node]) -> None:
