@@ -22,7 +22,7 @@ def device() -> str:
 
 @functools.cache
 def _mend() -> None:
-    """Mend the interpreter of Triton 3.5 and 3.6: bounds of loops under numpy 2.4, and products of bfloat16, kept as uint16."""
+    """Mend Triton's interpreter (3.5, 3.6): bounds of loops under numpy 2.4; products of bfloat16, kept as uint16."""
     import numpy  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]

@@ -63,7 +63,7 @@ class DeviceTimer:
         self._stack.close()
 
     def timed(self, call: Callable[[], Any]) -> float:
-        """Milliseconds of a call: of the shortest round, once another one agrees, as other programs may use the device."""
+        """Milliseconds of a call, of the shortest round; another must agree, as other programs may use the device."""
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()

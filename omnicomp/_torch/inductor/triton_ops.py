@@ -64,7 +64,7 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 def launch_again(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> None:
-    """Launch a kernel on the current device, that of its tensors, without what Triton does each time to find the compiled one.
+    """Launch a kernel on the current device, that of its tensors, without Triton's search for the compiled one.
 
     Args:
         kernel: made by `triton.jit`.
