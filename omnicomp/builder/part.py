@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.early_writes import write_early
 from omnicomp._torch.dynamo.control_flow import CONTROL_FLOW
-from omnicomp._torch.dynamo.regions import propagate
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp._torch.inductor import compile_fx
 from omnicomp._torch.inductor.cache_entry import is_bundled
@@ -99,14 +98,14 @@ def build_part(
 
 
 def _take_layouts(module: GraphModule, inputs: Sequence[Any]) -> None:
-    """Give the values of a backward the layouts of its inputs: what the forward saves may have got padded rows."""
+    """Give a backward's inputs the layouts that they have: what the forward saves may have got padded rows."""
 
     def strides(value: Any) -> list[Any]:
         return [expression(step) for step in value.stride()] if isinstance(value, torch.Tensor) else []
 
-    placeholders = module.graph.find_nodes(op="placeholder")
-    if any(strides(value) != strides(fake_value(node)) for node, value in zip(placeholders, inputs, strict=True)):
-        propagate(module, inputs)
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if strides(value) != strides(fake_value(node)):
+            node.meta["val"] = value
 
 
 class _Builder:
