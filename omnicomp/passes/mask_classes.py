@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from omnicomp._torch.inductor.triton_ops import launch_again, usable
+from omnicomp._torch.inductor.triton_ops import launch_cached, usable
 from omnicomp.errors import first_line
 from omnicomp.timeline import Reason
 
@@ -188,12 +188,12 @@ def read_once(parts: MaskParts) -> bool:
         return False
     if len({tensor.device for tensor in given}) > 1 or not all(tensor.dtype in _READ for tensor in added):
         return False
-    *outer, keys = _together(given)
+    *outer, keys = _broadcast_shape(given)
     return 0 < math.prod(outer) < _FAR and 0 < keys < _FAR
 
 
-def _together(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The sizes of tensors beside each other; `torch.broadcast_shapes` is written in Python, and takes 20 us."""
+def _broadcast_shape(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The shape that tensors are broadcast to; `torch.broadcast_shapes` is written in Python, and takes 12 to 14 us."""
     return [next((size for size in sizes if size != 1), 1) for sizes in zip(*(t.shape for t in tensors), strict=True)]
 
 
@@ -238,7 +238,7 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
     kernel: Any = masks.statistics
     number = added[0] if added else None
     given = [tensor for tensor in (keep, number) if tensor is not None]
-    *outer, queries, keys = _together(given)
+    *outer, queries, keys = _broadcast_shape(given)
     strides = [
         [step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
         for tensor in (keep if keep is not None else given[0], given[-1])
@@ -268,7 +268,7 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
         *tile,
     )
     with torch.cuda.device_of(found):
-        launch_again(kernel, programs, arguments)
+        launch_cached(kernel, programs, arguments)
     return found
 
 

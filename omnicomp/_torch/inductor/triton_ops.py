@@ -63,7 +63,7 @@ def usable(tensor: torch.Tensor) -> bool:
     return plain and tensor.is_cuda and not tensor.is_neg() and torch.version.hip is None and has_triton()
 
 
-def launch_again(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+def launch_cached(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> None:
     """Launch a kernel on the current device, that of its tensors, without Triton's search for the compiled one.
 
     Args:
