@@ -17,11 +17,13 @@ import dataclasses
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 
+from omnicomp._torch.autograd.compiled_function import keeps_graph
 from omnicomp._torch.inductor.pool_copies import PoolCopies
 from omnicomp._torch.inductor.recordable import Boxed, Piece, Recordable
 from omnicomp._torch.user_code import is_of_program
@@ -44,7 +46,6 @@ _NODES: Final = 64  # recordings of one of them: one for each set of weights
 _STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
 _UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
-_LEAST_BYTES: Final = 256 << 20  # that recordings may hold, however small the model and the device
 
 
 class Mark(Protocol):
@@ -66,6 +67,7 @@ class Recorder(Protocol):
     work: int
     plain: int
     failure: str
+    users: weakref.WeakSet[Any]
 
     def refuses(self, part: str) -> str:
         """Why a call must not use the recordings now."""
@@ -83,8 +85,8 @@ class Recorder(Protocol):
         """Size of the pool."""
         ...
 
-    def bytes_allowed(self) -> int:
-        """How large it may become unless the program says otherwise."""
+    def objection(self, expected: int, limit: int | None) -> str:
+        """Why it must not hold so many bytes, or as many as it does; empty if it may. None is its own bound."""
         ...
 
     def mark(self) -> Mark:
@@ -131,6 +133,7 @@ class _Sizes:
     copied: int = 0
     copies: PoolCopies = dataclasses.field(default_factory=PoolCopies)
     made: int = 0  # bytes that a plain call left behind
+    keeps: bool = False  # whether the first backward that was recorded left what is saved for another one
     verdict: str = ""  # `recorded` or `plain`, once it is settled
     before: str = ""  # the one before, while it is asked for again
     final: bool = False  # whether that is for good
@@ -260,12 +263,16 @@ class Recording:
                     self._settle(sizes, "what its forward saves lies elsewhere in each call")
                 return call(inputs)
             sizes.apart = 0
+            keeps = part == "backward" and keeps_graph()
             if not sizes.work:
                 pooled = sum(size for address, size in _storages(inputs).items() if recorder.owns(address))
-                held, allowed = pooled + sizes.made, self._allowed(recorder)
-                if held > allowed:
-                    self._settle(sizes, f"recordings would hold {held} bytes or more, and may hold {allowed}")
+                if objection := recorder.objection(pooled + sizes.made, self._limit):
+                    self._settle(sizes, objection)
                     return call(inputs)
+                sizes.keeps = keeps
+            elif keeps and not sizes.keeps:  # the recording writes over what is saved
+                return call(inputs)
+            recorder.users.add(sizes)
             work, plain, sampled = recorder.work, recorder.plain, not sizes.verdict and not self._always
             begin, start = recorder.mark() if sampled else None, time.perf_counter()
             self._thread = threading.get_ident()
@@ -326,16 +333,13 @@ class Recording:
             )
         if self._recordable.part == "backward" and self._saved is None and work > _STABLE:
             return self._settle(sizes, "what its forward saves is not in the pool, and lies elsewhere at times")
-        held, allowed = recorder.bytes_held(), self._allowed(recorder)
-        if held > allowed:
-            self._settle(sizes, f"recordings would hold {held} bytes, and may hold {allowed}")
+        if objection := recorder.objection(0, self._limit):
+            recorder.users.clear()
+            self._settle(sizes, objection)
             self._recorders.retire(recorder)
         elif self._always and not sizes.verdict and work >= 2:
             self._settle(sizes)
         return None
-
-    def _allowed(self, recorder: Recorder) -> int:
-        return self._limit if self._limit is not None else max(recorder.bytes_allowed(), _LEAST_BYTES)
 
     def _decide(self, sizes: _Sizes) -> bool:
         """Keep the faster way, once all marks have passed; whether that is the recorded one."""
@@ -355,6 +359,11 @@ class Recording:
         sizes.verdict, sizes.final, sizes.begin = "plain" if why else "recorded", not plain, _AGAIN * sizes.calls
         sizes.plain.clear()
         sizes.recorded.clear()
+        recorder = self._recorder
+        if why and recorder is not None and sizes in recorder.users:
+            recorder.users.discard(sizes)
+            if not recorder.users:  # nobody replays what the pool is held for
+                self._recorders.retire(recorder)
         if sizes.verdict == sizes.before and not sizes.final:
             return
         with harmless("how a graph was recorded"):

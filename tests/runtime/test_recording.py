@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class FakeRecorder:
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pool: dict[int, torch.Tensor] = {}
 
     def refuses(self, part: str) -> str:
@@ -103,8 +105,9 @@ class FakeRecorder:
     def bytes_held(self) -> int:
         return self.held
 
-    def bytes_allowed(self) -> int:
-        return 0
+    def objection(self, expected: int, limit: int | None) -> str:
+        held, allowed = expected or self.held, (256 << 20) if limit is None else limit
+        return f"recordings would hold {held} bytes, and may hold {allowed}" if held > allowed else ""
 
     def mark(self) -> FakeMark:
         return FakeMark(self.clock, self.busy)
@@ -359,7 +362,43 @@ def test_what_is_known_to_need_more_is_not_recorded_and_the_recordings_of_others
         assert recorder.retired == 0
         if event.reason is not None:
             assert recorder.work == 0
-            assert "would hold 24 bytes or more" in event.reason.sentence
+            assert "would hold 24 bytes" in event.reason.sentence
+
+
+def test_a_backward_that_is_to_be_repeated_is_not_replayed_over_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, kept = torch.ones(3), False
+    monkeypatch.setattr(module, "keeps_graph", lambda: kept)
+    for first in (False, True):
+        recorder = FakeRecorder(plain_ms=1.0, replay_ms=0.0)
+        recorder.pool[saved.untyped_storage().data_ptr()] = saved
+        run, told = recording(recorder, always=True, part="backward", static=(0,))
+        kept = first
+        for _ in range(5):
+            run(saved)
+        assert [event.state for event in told()] == ["recorded"]
+        kept, before = True, recorder.clock
+        run(saved)
+        assert recorder.clock - before == (0.0 if first else 1.0)  # what was kept in the recording, replays leave alone
+        kept, before = False, recorder.clock
+        run(saved)
+        assert recorder.clock - before == 0.0
+
+
+def test_memory_that_nobody_replays_is_freed() -> None:
+    slower = FakeRecorder(plain_ms=1.0, replay_ms=2.0)
+    run, told = recording(slower)
+    for _ in range(40):
+        run(torch.ones(2))
+    assert [event.state for event in told()] == ["plain"]
+    assert slower.retired == 1
+    shared = FakeRecorder(plain_ms=1.0, replay_ms=2.0)
+    other, _ = recording(shared, always=True)
+    run, told = recording(shared)
+    for _ in range(40):
+        other(torch.ones(2))
+        run(torch.ones(2))
+    assert [event.state for event in told()] == ["plain"]
+    assert shared.retired == 0
 
 
 def test_memory_of_inputs_is_none_that_a_recording_would_hold() -> None:

@@ -7,6 +7,7 @@ its own, as torch does within a generation, and a tree begins anew once nothing 
 They are a manager beside torch's own, so that functions compiled with `mode="reduce-overhead"` are not touched.
 """
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -30,6 +31,8 @@ from omnicomp._torch.inductor.recordable import Boxed, Piece
 from omnicomp._torch.repairs.first_replay import first_replay_waits
 from omnicomp.safety.forks import new_lock
 
+_LEAST_BYTES: Final = 256 << 20  # that the process may need more with recordings, however little it needed
+
 _MODES: Final = {
     "forward": CompilationMode.FORWARD,
     "backward": CompilationMode.BACKWARD,
@@ -45,6 +48,7 @@ class Trees(CUDAGraphTreeManager):
         work: how many warm-ups and recordings there were: calls that were slower than a plain one.
         plain: how many calls torch's manager left unrecorded, as it does where memory of the program is written to.
         failure: why nothing can be recorded any more; empty if it can.
+        users: whose recordings are replayed, or may be.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -53,6 +57,8 @@ class Trees(CUDAGraphTreeManager):
         self.work = 0
         self.plain = 0
         self.failure = ""
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._needed = 0  # the most bytes that the process has needed without recordings
         self._pointers: set[int] = set()
         self._thread: weakref.ref[threading.Thread] | None = None
         self._used_on = torch.cuda.current_stream(device_index)
@@ -111,7 +117,9 @@ class Trees(CUDAGraphTreeManager):
             if self.failure:
                 return model(inputs)
             torch._C._set_cached_tensors_enabled(True)  # torch's own reset ends it for all trees
-            held = list(inputs)  # so that no recording writes over what its caller may go on to hold
+            # No recording may write over what its caller may go on to hold. A backward's caller drops what its forward
+            # saved while it runs, and memory that is needed next takes its place; only where it lies is kept.
+            held = [self._place(value) if piece.part == "backward" else value for value in inputs]
             self._ran = False
             try:
                 return run(inputs)
@@ -120,11 +128,18 @@ class Trees(CUDAGraphTreeManager):
                     raise  # a warm-up, of which the error is the program's, or a replay
                 self._recording = False
                 self.failure = f"recording failed: {str(error).partition(chr(10))[0]}"
-                return returned[0] if returned else model(held)  # torch's check of the pool may come behind a warm-up
+                # Torch's check of the pool may come behind a warm-up. What is recorded does not run: all is in place.
+                return returned[0] if returned else model(list(map(_rebuilt, held)))
             finally:
                 returned.clear()
 
         return call
+
+    def _place(self, value: Any) -> Any:
+        """What a tensor in the pool can be rebuilt from without holding it; the value itself if it is none."""
+        if not isinstance(value, torch.Tensor) or not self.owns(value.untyped_storage().data_ptr()):
+            return value
+        return _Place(CUDAGraphNode._tensor_metadata(value, ignore_storage_offset=False))
 
     def record_function(self, new_inputs: list[Any], function_id: FunctionID) -> Any:
         """Record, and note which memory is the pool's."""
@@ -170,10 +185,34 @@ class Trees(CUDAGraphTreeManager):
         """Size of the pool."""
         return sum(segment["total_size"] for segment in get_cudagraph_segments(self.cuda_graphs_thread_pool))
 
-    def bytes_allowed(self) -> int:
-        """A tenth of what the program has needed at most, or a hundredth of the device's memory if that is more."""
-        total = torch.cuda.get_device_properties(self.device_index).total_memory
-        return max(torch.cuda.max_memory_allocated(self.device_index) // 10, total // 100)
+    def objection(self, expected: int, limit: int | None) -> str:
+        """Why recordings must not hold so much memory; empty if they may.
+
+        Without a limit, the process may need a tenth more with them than it did without, or a hundredth of the
+        device's memory if that is more. And what it has needed must fit beside them, should it run something else.
+
+        Args:
+            expected: bytes that they will hold at least, before something is recorded; 0 for those that they hold.
+            limit: the bytes that they may hold.
+        """
+        device = self.device_index
+        segments = get_cudagraph_segments(self.cuda_graphs_thread_pool)
+        pool = sum(segment["total_size"] for segment in segments)
+        held = expected or pool
+        if limit is not None:
+            return f"recordings would hold {held} bytes, and may hold {limit}" if held > limit else ""
+        held = max(held, pool)
+        if expected:
+            self._needed = max(self._needed, torch.cuda.max_memory_allocated(device) - pool)
+        outside = torch.cuda.memory_allocated(device) - sum(segment["allocated_size"] for segment in segments)
+        more = outside + held - self._needed
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = max(self._needed // 10, total // 100, _LEAST_BYTES)
+        if more > allowed:
+            return f"with recordings the program would need {more} bytes more than it did, and may need {allowed} more"
+        if self._needed + held > free + torch.cuda.memory_reserved(device):
+            return f"the {self._needed} bytes that the program has needed do not fit beside {held} bytes of recordings"
+        return ""
 
     def live(self) -> bool:
         """Whether anybody holds a tensor of the pool."""
@@ -184,6 +223,21 @@ class Trees(CUDAGraphTreeManager):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device_index))
         return event
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor lay, in torch's form."""
+
+    metadata: dict[str, Any]
+
+
+def _rebuilt(value: Any) -> Any:
+    if not isinstance(value, _Place):
+        return value
+    found = value.metadata
+    storage = torch._C._construct_storage_from_data_pointer(found["data_ptr"], found["device"], found["nbytes"])
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(found, storage)
 
 
 def _hold_what_autograd_holds(node: CUDAGraphNode, *, copied: bool) -> None:
