@@ -211,8 +211,9 @@ class Policy:
     cudagraphs_bytes: int | None = option(
         None,
         count,
-        "the memory that these recordings may hold; without it, a tenth of the most that the process has needed, or a "
-        "hundredth of the device's memory if that is more, and at least 256 MiB. What would hold more runs without",
+        "the memory that these recordings may hold; without it, what the calls need anyway, and so much more that the "
+        "process needs a tenth more than before at most, or a hundredth of the device's memory, or 256 MiB. What would "
+        "hold more runs without",
         in_digest=False,
     )
     max_builds: int = option(

@@ -58,7 +58,6 @@ class Trees(CUDAGraphTreeManager):
         self.plain = 0
         self.failure = ""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._needed = 0  # the most bytes that the process has needed without recordings
         self._pointers: set[int] = set()
         self._thread: weakref.ref[threading.Thread] | None = None
         self._used_on = torch.cuda.current_stream(device_index)
@@ -192,7 +191,7 @@ class Trees(CUDAGraphTreeManager):
         device's memory if that is more. And what it has needed must fit beside them, should it run something else.
 
         Args:
-            expected: bytes that they will hold at least, before something is recorded; 0 for those that they hold.
+            expected: bytes that they will hold at least, before a graph is recorded; 0 for those that they hold.
             limit: the bytes that they may hold.
         """
         device = self.device_index
@@ -202,16 +201,20 @@ class Trees(CUDAGraphTreeManager):
         if limit is not None:
             return f"recordings would hold {held} bytes, and may hold {limit}" if held > limit else ""
         held = max(held, pool)
-        if expected:
-            self._needed = max(self._needed, torch.cuda.max_memory_allocated(device) - pool)
         outside = torch.cuda.memory_allocated(device) - sum(segment["allocated_size"] for segment in segments)
-        more = outside + held - self._needed
+        need = _needs.setdefault(device, _Need())
+        if expected:
+            need.most = max(need.most, torch.cuda.max_memory_allocated(device) - pool)
+            need.outside = outside
+        else:
+            need.outside = min(need.outside, outside)
+        more = need.outside + held - need.most
         free, total = torch.cuda.mem_get_info(device)
-        allowed = max(self._needed // 10, total // 100, _LEAST_BYTES)
+        allowed = max(need.most // 10, total // 100, _LEAST_BYTES)
         if more > allowed:
             return f"with recordings the program would need {more} bytes more than it did, and may need {allowed} more"
-        if self._needed + held > free + torch.cuda.memory_reserved(device):
-            return f"the {self._needed} bytes that the program has needed do not fit beside {held} bytes of recordings"
+        if need.most + held > free + torch.cuda.memory_reserved(device):
+            return f"the {need.most} bytes that the program has needed do not fit beside {held} bytes of recordings"
         return ""
 
     def live(self) -> bool:
@@ -223,6 +226,23 @@ class Trees(CUDAGraphTreeManager):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device_index))
         return event
+
+
+@dataclasses.dataclass
+class _Need:
+    """What the process needs on a device, in bytes.
+
+    Attributes:
+        most: the most that it has needed without recordings.
+        outside: the least beside them since a graph was first recorded. There is more for a while, as where a part of
+            a step runs plainly, and holds what it saves outside of the pool.
+    """
+
+    most: int = 0
+    outside: int = 0
+
+
+_needs: Final[dict[int, _Need]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
