@@ -2,13 +2,12 @@
 
 On a GPU these are the processes that compile Triton's kernels. They take seconds to start, and what Inductor generates
 until then is compiled in the program's own process, one kernel after another. On the CPU it is done in a thread:
-Inductor compiles a test for each vector instruction set of the processor, one after another, when it generates the
-first kernel, and precompiles its header when it builds that. It holds a file lock meanwhile, and takes what is there
-already, so that it takes what was begun here, or waits for the rest.
+Inductor compiles a test for the vector instruction set of the processor when it generates the first kernel, and
+precompiles its header when it builds that. It holds a file lock meanwhile, and takes what is there already, so that it
+takes what was begun here, or waits for the rest.
 """
 
 import contextvars
-import os
 import signal
 import sys
 import threading
@@ -17,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch._inductor.config
-from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
 from omnicomp._torch.inductor import libraries
+from omnicomp._torch.inductor.vector_sets import sets_of_processor
 from omnicomp.errors import first_line
 from omnicomp.safety.privacy import logger
 
@@ -65,12 +64,9 @@ def begin(device: str, options: Mapping[str, Any]) -> None:
 
 def _prepare() -> None:
     try:
-        supported = cpu_vec_isa.x86_isa_checker()
-        sets = [each for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()).issubset(supported)]
         # A test that is interrupted from a terminal would stand as failed, and the process go on without vectors.
-        with ThreadPoolExecutor(min(len(sets), os.cpu_count() or 1) or 1, initializer=_ignore_interrupts) as pool:
-            for task in [pool.submit(contextvars.copy_context().run, bool, each) for each in sets]:
-                task.result()
+        with ThreadPoolExecutor(1, initializer=_ignore_interrupts) as pool:
+            pool.submit(contextvars.copy_context().run, bool, sets_of_processor()).result()
         if threading.main_thread().is_alive():
             CppPythonBindingsCodeCache.load_async("")  # precompiles the header, and builds nothing until it is called
     except Exception as error:  # noqa: BLE001 - the build that needs it meets the same, and says so

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._inductor.config
 from processes import ROOT
-from torch._inductor import codecache
+from torch._inductor import codecache, cpu_vec_isa
 
 from omnicomp._torch.inductor import first_build, libraries
 
@@ -26,6 +26,8 @@ def threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[th
     """The threads that are begun, in an empty cache folder and with two compile threads."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(first_build, "_begun", threading.Event())
+    for each in cpu_vec_isa.supported_vec_isa_list:  # some know what another test's configuration said of them
+        getattr(type(each).__bool__, "cache_clear", lambda: None)()
     begun: list[threading.Thread] = []
     start = threading.Thread.start
 
@@ -60,14 +62,14 @@ class _Sets:
 
 def _watch(monkeypatch: pytest.MonkeyPatch, *, works: bool = True) -> list[str]:
     done: list[str] = []
-    monkeypatch.setattr(first_build.cpu_vec_isa, "x86_isa_checker", lambda: ["one", "two"])
-    names = ("one two", "one", "three")
-    monkeypatch.setattr(first_build.cpu_vec_isa, "supported_vec_isa_list", [_Sets(n, done, works=works) for n in names])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["one", "two"])
+    names = ("three", "one two", "one")
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [_Sets(n, done, works=works) for n in names])
     monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_async", lambda code: done.append("header"))
     return done
 
 
-def test_sets_of_the_processor_are_tested_and_the_header_made(
+def test_the_best_set_of_the_processor_is_tested_and_the_header_made(
     threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = _watch(monkeypatch)
@@ -75,8 +77,7 @@ def test_sets_of_the_processor_are_tested_and_the_header_made(
     first_build.begin("cpu", {})
     assert len(threads) == 1
     threads[0].join()
-    assert sorted(done[:2]) == ["one", "one two"]
-    assert done[2:] == ["header"]
+    assert done == ["one two", "header"]
 
 
 def test_what_fails_is_left_to_the_build_that_needs_it(
