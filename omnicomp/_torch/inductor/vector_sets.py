@@ -6,8 +6,9 @@ a first build; what later processes take again is the loading, which on torch 2.
 """
 
 import functools
+import itertools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from omnicomp._torch.repairs.needed import Exchange, Needed
 NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/140970")
 
 
-class Sets:
+class Sets(Sequence[Any]):
     """What torch takes for the list of the sets that work; each is tested when it is asked for, once."""
 
     def __init__(self, known: list[Any]) -> None:
@@ -37,12 +38,10 @@ class Sets:
         """How many work, all of which are tested for that."""
         return sum(map(bool, self._known))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """One of those that work, by its place."""
-        for at, each in enumerate(self):
-            if at == index:
-                return each
-        raise IndexError(index)
+        begins = isinstance(index, int) and index >= 0  # those behind it need no test
+        return (list(itertools.islice(self, index + 1)) if begins else list(self))[index]
 
 
 def sets_of_processor() -> Sets | None:

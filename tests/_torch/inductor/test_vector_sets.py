@@ -82,7 +82,8 @@ def test_it_is_a_list_of_those_that_work(known: list[Known]) -> None:
     sets = Sets(known)
     assert list(sets) == [known[0], known[2], known[3]]
     assert len(sets) == 3
-    assert sets[2] is known[3]
+    assert sets[2] is sets[-1] is known[3]
+    assert sets[1:] == [known[2], known[3]]
     with pytest.raises(IndexError):
         sets[3]
 
