@@ -125,7 +125,7 @@ def omni(
         if uses_inductor(graph):
             first_build.begin(graph.device.type, policy.inductor)
         try:
-            with sets_in_turn():  # what a cache brings asks for the sets, too
+            with sets_in_turn:  # what a cache brings asks for the sets, too
                 compiled = compile_graph(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):
             raise

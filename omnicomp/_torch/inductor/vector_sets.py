@@ -1,22 +1,20 @@
 """The vector instruction sets of the processor, of which the best is tested first, and no other one if it works.
 
 Inductor takes the best set that the processor, the compiler and torch have. To find it, torch compiles and loads a test
-for each set that the processor knows, ten of them on a recent Xeon, before it asks for the first. That takes seconds of
-a first build; what later processes take again is the loading, which on torch 2.11 imports torch each time.
+for each set that the processor knows, ten tests on one with AMX, before it takes the first. That takes seconds of a
+first build; what later processes take again is the loading, which on torch 2.11 imports torch each time. Torch 2.11 and
+2.13 do so (https://github.com/pytorch/pytorch/issues/140970).
 """
 
 import functools
 import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch._inductor import cpu_vec_isa
 
-from omnicomp._torch.repairs.needed import Exchange, Needed
-
-NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/140970")
+from omnicomp._torch.repairs.needed import Exchange
 
 
 class Sets(Sequence[Any]):
@@ -61,9 +59,5 @@ def _in_turn(original: Callable[[], Any]) -> Callable[[], Any]:
     return valid
 
 
-_LIST: Final = Exchange(cpu_vec_isa, "valid_vec_isa_list", _in_turn)
-
-
-def sets_in_turn() -> AbstractContextManager[None]:
-    """Inside, no set is tested once a better one works; on whatever thread."""
-    return NEEDED.exchanging(_LIST)
+sets_in_turn: Final = Exchange(cpu_vec_isa, "valid_vec_isa_list", _in_turn)
+"""Inside, no set is tested once a better one works; on whatever thread."""

@@ -32,6 +32,6 @@ def inductor_repaired() -> Generator[None]:
             read_before_overwritten(),
             dtypes_of_the_graph(),
             calls_compared(),
-            sets_in_turn(),
+            sets_in_turn,
         ):
             yield

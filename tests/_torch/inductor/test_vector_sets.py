@@ -40,7 +40,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
 
 
 def test_no_set_is_tested_once_a_better_one_works(known: list[Known]) -> None:
-    with sets_in_turn():
+    with sets_in_turn:
         assert cpu_vec_isa.pick_vec_isa() is known[2]
     assert [bool(each.tested) for each in known] == [False, True, True, False]
 
@@ -61,20 +61,20 @@ def test_the_set_that_the_environment_asks_for_is_found(
     capability: str, at: int | None, known: list[Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-    with sets_in_turn():
+    with sets_in_turn:
         found = cpu_vec_isa.pick_vec_isa()
     assert found is (cpu_vec_isa.invalid_vec_isa if at is None else known[at])
 
 
 def test_the_set_of_a_width_is_found(known: list[Known]) -> None:
-    with sets_in_turn(), torch._inductor.config.patch({"cpp.simdlen": 256}):  # type: ignore[attr-defined]
+    with sets_in_turn, torch._inductor.config.patch({"cpp.simdlen": 256}):  # type: ignore[attr-defined]
         assert cpu_vec_isa.pick_vec_isa() is known[3]
 
 
 def test_none_is_picked_where_none_works(known: list[Known]) -> None:
     for each in known:
         each.works = False
-    with sets_in_turn():
+    with sets_in_turn:
         assert cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa
 
 
@@ -92,12 +92,12 @@ def test_other_processors_are_asked_as_before(monkeypatch: pytest.MonkeyPatch) -
     neon = [cpu_vec_isa.VecNEON()]
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: neon)
     monkeypatch.setattr(vector_sets.platform, "machine", lambda: "aarch64")
-    with sets_in_turn():
+    with sets_in_turn:
         assert cpu_vec_isa.pick_vec_isa() is neon[0]
 
 
 def test_the_real_one_is_torchs() -> None:
     with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # type: ignore[attr-defined]
         expected = cpu_vec_isa.pick_vec_isa()
-        with sets_in_turn():
+        with sets_in_turn:
             assert str(cpu_vec_isa.pick_vec_isa()) == str(expected)
