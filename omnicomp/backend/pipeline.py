@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors, read_attributes
 from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
-from omnicomp._torch.inductor.vector_sets import sets_in_turn
+from omnicomp._torch.inductor.vec_isa import isas_tested_lazily
 from omnicomp._torch.repairs.encoder_sizes import put_fake_layer
 from omnicomp._torch.repairs.method_guards import guard_methods
 from omnicomp._torch.repairs.random_numbers import as_passed
@@ -125,7 +125,7 @@ def omni(
         if uses_inductor(graph):
             first_build.begin(graph.device.type, policy.inductor)
         try:
-            with sets_in_turn:  # what a cache brings asks for the sets, too
+            with isas_tested_lazily:  # what a cache brings asks for the sets, too
                 compiled = compile_graph(gm, plain, graph, example_inputs)
         except (*control_flow.CONTROL_FLOW, *control_flow.GRAPH_BREAKS, OmnicompError):
             raise

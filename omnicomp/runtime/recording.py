@@ -85,8 +85,8 @@ class Recorder(Protocol):
         """Size of the pool."""
         ...
 
-    def objection(self, expected: int, limit: int | None) -> str:
-        """Why it must not hold so many bytes, or as many as it does; empty if it may. None is its own bound."""
+    def over_budget(self, expected: int, limit: int | None) -> str:
+        """Why recordings must not hold so many bytes, or, for 0, what they hold now; empty if they may."""
         ...
 
     def mark(self) -> Mark:
@@ -266,8 +266,8 @@ class Recording:
             keeps = part == "backward" and keeps_graph()
             if not sizes.work:
                 pooled = sum(size for address, size in _storages(inputs).items() if recorder.owns(address))
-                if objection := recorder.objection(pooled + sizes.made, self._limit):
-                    self._settle(sizes, objection)
+                if reason := recorder.over_budget(pooled + sizes.made, self._limit):
+                    self._settle(sizes, reason)
                     return call(inputs)
                 sizes.keeps = keeps
             elif keeps and not sizes.keeps:  # the recording writes over what is saved
@@ -333,9 +333,9 @@ class Recording:
             )
         if self._recordable.part == "backward" and self._saved is None and work > _STABLE:
             return self._settle(sizes, "what its forward saves is not in the pool, and lies elsewhere at times")
-        if objection := recorder.objection(0, self._limit):
+        if reason := recorder.over_budget(0, self._limit):
             recorder.users.clear()
-            self._settle(sizes, objection)
+            self._settle(sizes, reason)
             self._recorders.retire(recorder)
         elif self._always and not sizes.verdict and work >= 2:
             self._settle(sizes)

@@ -105,7 +105,7 @@ class FakeRecorder:
     def bytes_held(self) -> int:
         return self.held
 
-    def objection(self, expected: int, limit: int | None) -> str:
+    def over_budget(self, expected: int, limit: int | None) -> str:
         held, allowed = expected or self.held, (256 << 20) if limit is None else limit
         return f"recordings would hold {held} bytes, and may hold {allowed}" if held > allowed else ""
 

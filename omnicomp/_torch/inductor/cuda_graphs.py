@@ -184,7 +184,7 @@ class Trees(CUDAGraphTreeManager):
         """Size of the pool."""
         return sum(segment["total_size"] for segment in get_cudagraph_segments(self.cuda_graphs_thread_pool))
 
-    def objection(self, expected: int, limit: int | None) -> str:
+    def over_budget(self, expected: int, limit: int | None) -> str:
         """Why recordings must not hold so much memory; empty if they may.
 
         Without a limit, the process may need a tenth more with them than it did without, or a hundredth of the

@@ -21,7 +21,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
 from omnicomp._torch.inductor import libraries
-from omnicomp._torch.inductor.vector_sets import sets_of_processor
+from omnicomp._torch.inductor.vec_isa import isas_of_processor
 from omnicomp.errors import first_line
 from omnicomp.safety.privacy import logger
 
@@ -66,7 +66,7 @@ def _prepare() -> None:
     try:
         # A test that is interrupted from a terminal would stand as failed, and the process go on without vectors.
         with ThreadPoolExecutor(1, initializer=_ignore_interrupts) as pool:
-            pool.submit(contextvars.copy_context().run, bool, sets_of_processor()).result()
+            pool.submit(contextvars.copy_context().run, bool, isas_of_processor()).result()
         if threading.main_thread().is_alive():
             CppPythonBindingsCodeCache.load_async("")  # precompiles the header, and builds nothing until it is called
     except Exception as error:  # noqa: BLE001 - the build that needs it meets the same, and says so

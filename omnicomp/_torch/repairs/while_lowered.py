@@ -6,7 +6,7 @@ from collections.abc import Generator
 from omnicomp._torch.inductor.eager_kernels import eager_kernels_called
 from omnicomp._torch.inductor.order_of_errors import errors_in_order
 from omnicomp._torch.inductor.shared_code import calls_compared
-from omnicomp._torch.inductor.vector_sets import sets_in_turn
+from omnicomp._torch.inductor.vec_isa import isas_tested_lazily
 from omnicomp._torch.repairs.body_inputs import inputs_kept
 from omnicomp._torch.repairs.captured_buffers import captured_computed
 from omnicomp._torch.repairs.cudnn_plans import one_layout_of_gradients
@@ -32,6 +32,6 @@ def inductor_repaired() -> Generator[None]:
             read_before_overwritten(),
             dtypes_of_the_graph(),
             calls_compared(),
-            sets_in_turn,
+            isas_tested_lazily,
         ):
             yield

@@ -173,24 +173,24 @@ class Memory:
     def _mem_get_info(self, _: int) -> tuple[int, int]:
         return self.free << 20, self.total << 20
 
-    def objection(self, expected: int, limit: int | None = None) -> str:
-        return self.trees.objection(expected << 20, None if limit is None else limit << 20)
+    def over_budget(self, expected: int, limit: int | None = None) -> str:
+        return self.trees.over_budget(expected << 20, None if limit is None else limit << 20)
 
 
 def test_recordings_may_hold_what_calls_need_anyway_and_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
     memory.allocated, memory.peak = 2_000, 22_000  # weights, and what a step saved
-    assert not memory.objection(20_000)
+    assert not memory.over_budget(20_000)
     memory.pool, memory.pool_allocated, memory.allocated = 22_000, 21_000, 23_000
-    assert not memory.objection(0)
+    assert not memory.over_budget(0)
     memory.pool = 22_300
-    assert "would need 2411724800 bytes more than it did, and may need 2306867200 more" in memory.objection(0)
+    assert "would need 2411724800 bytes more than it did, and may need 2306867200 more" in memory.over_budget(0)
     # A small program may need 256 MiB more, or a hundredth of the device.
     small = Memory(monkeypatch)
     small.peak = small.allocated = 10
     small.total = small.free = 8_000
-    assert not small.objection(256)
-    assert "more than it did" in small.objection(257)
+    assert not small.over_budget(256)
+    assert "more than it did" in small.over_budget(257)
 
 
 def test_what_a_step_that_is_half_recorded_saves_outside_of_the_pool_is_not_counted(
@@ -198,40 +198,40 @@ def test_what_a_step_that_is_half_recorded_saves_outside_of_the_pool_is_not_coun
 ) -> None:
     memory = Memory(monkeypatch)
     memory.allocated, memory.peak = 12_000, 22_000  # half of the layers ran plainly
-    assert not memory.objection(10_000)
+    assert not memory.over_budget(10_000)
     memory.pool, memory.allocated = 20_000, 2_000
-    assert not memory.objection(0)
+    assert not memory.over_budget(0)
     memory.allocated = 12_000
-    assert not memory.objection(0)
+    assert not memory.over_budget(0)
 
 
 def test_what_was_needed_before_recordings_is_known_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
     memory.allocated, memory.peak = 2_000, 22_000
-    assert not memory.objection(20_000)
+    assert not memory.over_budget(20_000)
     memory.trees = cuda_graphs.Trees.__new__(cuda_graphs.Trees)
     memory.trees.device_index, memory.trees.cuda_graphs_thread_pool = 0, (0, 2)
     memory.pool, memory.peak = 20_000, 42_000  # with the recordings themselves
-    assert not memory.objection(0)
+    assert not memory.over_budget(0)
     memory.pool = 23_000
-    assert "more than it did" in memory.objection(0)
-    assert "more than it did" in memory.objection(20_000)
+    assert "more than it did" in memory.over_budget(0)
+    assert "more than it did" in memory.over_budget(20_000)
 
 
 def test_what_was_needed_must_fit_beside_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
     memory.allocated, memory.reserved, memory.peak = 2_000, 22_000, 22_000
     memory.free = 19_999
-    assert "do not fit beside" in memory.objection(20_000)
+    assert "do not fit beside" in memory.over_budget(20_000)
     memory.free = 20_000
-    assert not memory.objection(20_000)
+    assert not memory.over_budget(20_000)
 
 
 def test_a_limit_of_the_program_is_one_of_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
     memory.peak = 50_000
-    assert not memory.objection(100, limit=100)
-    assert memory.objection(101, limit=100) == f"recordings would hold {101 << 20} bytes, and may hold {100 << 20}"
+    assert not memory.over_budget(100, limit=100)
+    assert memory.over_budget(101, limit=100) == f"recordings would hold {101 << 20} bytes, and may hold {100 << 20}"
     memory.pool = 101
-    assert not memory.objection(100, limit=100)
-    assert memory.objection(0, limit=100)
+    assert not memory.over_budget(100, limit=100)
+    assert memory.over_budget(0, limit=100)

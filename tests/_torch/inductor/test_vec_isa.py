@@ -4,8 +4,8 @@ import pytest
 import torch._inductor.config
 from torch._inductor import cpu_vec_isa
 
-from omnicomp._torch.inductor import vector_sets
-from omnicomp._torch.inductor.vector_sets import Sets, sets_in_turn
+from omnicomp._torch.inductor import vec_isa
+from omnicomp._torch.inductor.vec_isa import LazyISAs, isas_tested_lazily
 
 
 class Known:
@@ -25,7 +25,7 @@ class Known:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
-    """Sets of a processor: it does not have the first, and the compiler not the second."""
+    """LazyISAs of a processor: it does not have the first, and the compiler not the second."""
     found = [
         Known("other", works=True),
         Known("avx512 amx", works=False),
@@ -34,13 +34,13 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
     ]
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", found)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx512", "amx", "avx2"])
-    monkeypatch.setattr(vector_sets.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(vec_isa.platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     return found
 
 
 def test_no_set_is_tested_once_a_better_one_works(known: list[Known]) -> None:
-    with sets_in_turn:
+    with isas_tested_lazily:
         assert cpu_vec_isa.pick_vec_isa() is known[2]
     assert [bool(each.tested) for each in known] == [False, True, True, False]
 
@@ -61,25 +61,25 @@ def test_the_set_that_the_environment_asks_for_is_found(
     capability: str, at: int | None, known: list[Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-    with sets_in_turn:
+    with isas_tested_lazily:
         found = cpu_vec_isa.pick_vec_isa()
     assert found is (cpu_vec_isa.invalid_vec_isa if at is None else known[at])
 
 
 def test_the_set_of_a_width_is_found(known: list[Known]) -> None:
-    with sets_in_turn, torch._inductor.config.patch({"cpp.simdlen": 256}):  # type: ignore[attr-defined]
+    with isas_tested_lazily, torch._inductor.config.patch({"cpp.simdlen": 256}):  # type: ignore[attr-defined]
         assert cpu_vec_isa.pick_vec_isa() is known[3]
 
 
 def test_none_is_picked_where_none_works(known: list[Known]) -> None:
     for each in known:
         each.works = False
-    with sets_in_turn:
+    with isas_tested_lazily:
         assert cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa
 
 
 def test_it_is_a_list_of_those_that_work(known: list[Known]) -> None:
-    sets = Sets(known)
+    sets = LazyISAs(known)
     assert list(sets) == [known[0], known[2], known[3]]
     assert len(sets) == 3
     assert sets[2] is sets[-1] is known[3]
@@ -91,13 +91,13 @@ def test_it_is_a_list_of_those_that_work(known: list[Known]) -> None:
 def test_other_processors_are_asked_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     neon = [cpu_vec_isa.VecNEON()]
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: neon)
-    monkeypatch.setattr(vector_sets.platform, "machine", lambda: "aarch64")
-    with sets_in_turn:
+    monkeypatch.setattr(vec_isa.platform, "machine", lambda: "aarch64")
+    with isas_tested_lazily:
         assert cpu_vec_isa.pick_vec_isa() is neon[0]
 
 
 def test_the_real_one_is_torchs() -> None:
     with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # type: ignore[attr-defined]
         expected = cpu_vec_isa.pick_vec_isa()
-        with sets_in_turn:
+        with isas_tested_lazily:
             assert str(cpu_vec_isa.pick_vec_isa()) == str(expected)

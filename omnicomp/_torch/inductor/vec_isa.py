@@ -17,7 +17,7 @@ from torch._inductor import cpu_vec_isa
 from omnicomp._torch.repairs.needed import Exchange
 
 
-class Sets(Sequence[Any]):
+class LazyISAs(Sequence[Any]):
     """What torch takes for the list of the sets that work; each is tested when it is asked for, once."""
 
     def __init__(self, known: list[Any]) -> None:
@@ -42,22 +42,22 @@ class Sets(Sequence[Any]):
         return (list(itertools.islice(self, index + 1)) if begins else list(self))[index]
 
 
-def sets_of_processor() -> Sets | None:
+def isas_of_processor() -> LazyISAs | None:
     """The sets of an x86 processor; None for others, which torch asks for theirs without a test."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     flags = set(cpu_vec_isa.x86_isa_checker())
-    return Sets([each for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()) <= flags])
+    return LazyISAs([each for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()) <= flags])
 
 
-def _in_turn(original: Callable[[], Any]) -> Callable[[], Any]:
+def _lazily(original: Callable[[], Any]) -> Callable[[], Any]:
     @functools.cache
     def valid() -> Any:
-        sets = sets_of_processor()
+        sets = isas_of_processor()
         return original() if sets is None else sets
 
     return valid
 
 
-sets_in_turn: Final = Exchange(cpu_vec_isa, "valid_vec_isa_list", _in_turn)
+isas_tested_lazily: Final = Exchange(cpu_vec_isa, "valid_vec_isa_list", _lazily)
 """Inside, no set is tested once a better one works; on whatever thread."""
