@@ -33,7 +33,7 @@ from omnicomp.builder.record import replay
 from omnicomp.builder.regions import left_whole
 from omnicomp.builder.stitched_artefact import restoring
 from omnicomp.errors import OmnicompError, first_line, harmless
-from omnicomp.options.policy import VERIFYING, engines_of
+from omnicomp.options.policy import VERIFYING, Policy, engines_of
 from omnicomp.runtime.fallback_limit import judge_graph, notify
 from omnicomp.runtime.tf32 import compiling
 from omnicomp.timeline import Reason, Stage, current
@@ -241,6 +241,9 @@ def eager_gradients(graph: CapturedGraph) -> Callable[[Any, Results], None]:
 
 def uses_inductor(graph: CapturedGraph) -> bool:
     """Whether a part of the graph may go to Inductor, so that `compile_fx` drives autograd."""
-    policy = graph.policy
-    asked = "inductor" in policy.lowerings or any("inductor" in rule.lowerings for rule in policy.rules)
-    return asked and "inductor" in graph.device.lowerings
+    return asks_inductor(graph.policy) and "inductor" in graph.device.lowerings
+
+
+def asks_inductor(policy: Policy) -> bool:
+    """Whether Inductor is among the lowerings that a program asks for."""
+    return "inductor" in policy.lowerings or any("inductor" in rule.lowerings for rule in policy.rules)

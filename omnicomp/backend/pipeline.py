@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
+from omnicomp._torch.dynamo import compile_start, control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors, read_attributes
 from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
 from omnicomp._torch.inductor.vec_isa import isas_tested_lazily
@@ -24,7 +24,7 @@ from omnicomp._torch.repairs.recomputed_draws import eager_calls
 from omnicomp.analysis.nodes import all_nodes
 from omnicomp.analysis.provenance import places_of
 from omnicomp.backend import weight_inputs
-from omnicomp.backend.autograd import compile_parts, uses_inductor
+from omnicomp.backend.autograd import asks_inductor, compile_parts, uses_inductor
 from omnicomp.backend.bit_equality import compared
 from omnicomp.backend.block_overrides import late_overrides, override_blocks
 from omnicomp.backend.capture import CapturedGraph, capture_graph, record_recompile_limit
@@ -50,9 +50,12 @@ from omnicomp.passes.assumptions import keeps_inputs
 from omnicomp.passes.mask_classes import MaskClass
 from omnicomp.runtime import ranks
 from omnicomp.runtime.fallback_limit import enforce, notify
+from omnicomp.safety.privacy import logger
 from omnicomp.timeline import Reason, Speculation, current
 from omnicomp.timeline.activity import activity
 from omnicomp.timeline.graph_dump import dump
+
+log = logger("omnicomp")
 
 
 def omni(
@@ -134,6 +137,17 @@ def omni(
                 raise
             compiled = retreat_to_eager(plain, graph, error)
         return hand_over(compiled, wish, graph.id)
+
+
+def _begin_first_build(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Begin what the first build waits for while Dynamo traces a graph that will most likely go to Inductor."""
+    try:
+        policy = policy_of(mode, options)
+        device = first_build.likely_device()
+        if device and asks_inductor(policy) and not policy.background:
+            first_build.begin(device, policy.inductor)
+    except Exception as error:  # noqa: BLE001 - the compilation meets the same, and says so
+        log.debug("omni: the first build was not begun early: %s", first_line(error))
 
 
 def compile_graph(
@@ -371,6 +385,7 @@ def reset() -> None:
 omni.reset = reset  # type: ignore[attr-defined]
 control_flow.tell_threads_apart()
 control_flow.watch_recompile_limits(record_recompile_limit)
+compile_start.on_start(omni, _begin_first_build)
 libraries.watch()
 early_kernels.watch()
 put_fake_layer()

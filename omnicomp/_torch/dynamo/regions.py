@@ -7,12 +7,13 @@ one graph and its calls again.
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_cache
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from omnicomp._torch.fx import fake_value, like
 from omnicomp._torch.inductor.shared_code import KNOWN, PURE, draws, is_called_operator
+from omnicomp._torch.repairs.needed import Exchange, Needed
 from omnicomp._torch.user_code import raises
 
 _INVOKE: Final = torch.ops.higher_order.invoke_subgraph
@@ -123,8 +125,32 @@ def traced_anew() -> Generator[None]:
     if tracing is None:
         yield
         return
-    with mock.patch.object(tracing, "hop_dispatch_set_cache", type(tracing.hop_dispatch_set_cache)()):
+    with (
+        mock.patch.object(tracing, "hop_dispatch_set_cache", type(tracing.hop_dispatch_set_cache)()),
+        _NEEDED.exchanging(_SCHEMAS),
+    ):
         yield
+
+
+def _asked_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that traces a body for what it writes to, which does so once for a body that is known."""
+
+    def gen_schema(self: Any, body: Any, name: str, *operands: Any) -> Any:
+        known = get_invoke_subgraph_cache()
+        if known is None:
+            return original(self, body, name, *operands)
+        schemas = vars(known).setdefault("omnicomp_schemas", {})
+        key = id(body), name, tuple(map(type, operands))
+        if key not in schemas:
+            schemas[key] = body, original(self, body, name, *operands)  # with the body, so that its id stays its own
+        return schemas[key][1]
+
+    return gen_schema
+
+
+# Releases that trace a body anew for each call, to learn whether it writes to what it is given.
+_NEEDED: Final = Needed(first="2.11", fixed="2.13")
+_SCHEMAS: Final = Exchange(type(_INVOKE), "gen_schema", _asked_once)
 
 
 def propagate(module: GraphModule, inputs: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the first build waits for, begun while its graph is on the way to Inductor.
+"""What the first build waits for, begun while Dynamo traces its graph, or when the graph is there.
 
 On a GPU these are the processes that compile Triton's kernels. They take seconds to start, and what Inductor generates
 until then is compiled in the program's own process, one kernel after another. On the CPU it is done in a thread:
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -28,6 +29,19 @@ from omnicomp.safety.privacy import logger
 log = logger("omnicomp.first_build")
 
 _begun = threading.Event()
+
+
+def likely_device() -> str:
+    """The type of the device that a graph will be on, as far as that can be known before it is traced; "" if it can't.
+
+    A program that has not used its GPU has no tensor there.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return "cpu"
+    if accelerator.type not in ("cuda", "xpu"):
+        return ""
+    return accelerator.type if torch.get_device_module(accelerator).is_initialized() else "cpu"
 
 
 def begin(device: str, options: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What the first C++ build of a cache folder waits for is begun once, and only where it will be needed."""
 
+import contextlib
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ import torch._inductor.config
 from processes import ROOT
 from torch._inductor import codecache, cpu_vec_isa
 
+import omnicomp
+from omnicomp._torch.dynamo import compile_start
 from omnicomp._torch.inductor import first_build, libraries
+from omnicomp.backend import pipeline
 
 
 @pytest.fixture
@@ -120,6 +125,55 @@ def test_a_graph_that_inductor_gets_begins_it(
     for thread in threads:
         thread.join()
     assert ("header" in done) == bool(threads)
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({}, ["cuda", "graph"]),
+        ({"lowerings": ["eager"]}, ["graph"]),
+        ({"background": True}, ["graph"]),
+        ({"lowering": ["eager"]}, []),  # the compilation says that this is no option
+    ],
+)
+def test_it_is_begun_in_front_of_the_trace(
+    options: dict[str, Any], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def captured(*_: Any) -> Any:
+        seen.append("graph")
+        raise RuntimeError("no build is needed here")
+
+    monkeypatch.setattr(first_build, "likely_device", lambda: "cuda")
+    monkeypatch.setattr(first_build, "begin", lambda device, _: seen.append(device))
+    monkeypatch.setattr(pipeline, "capture_graph", captured)
+    torch.compiler.reset()  # which forgets all callbacks
+    compile_start.on_start(pipeline.omni, pipeline._begin_first_build)
+    with contextlib.suppress(omnicomp.OptionError):
+        torch.compile(lambda x: x.sin() + 1, backend="omni", options=options)(torch.ones(3))
+    assert seen == order
+
+
+def test_a_first_build_that_cannot_be_begun_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(first_build, "begin", no_process)
+    pipeline._begin_first_build(None, None)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "used", "device"),
+    [(None, False, "cpu"), ("cuda", True, "cuda"), ("cuda", False, "cpu"), ("xpu", True, "xpu"), ("mps", True, "")],
+)
+def test_a_program_that_has_not_used_its_gpu_compiles_for_the_cpu(
+    accelerator: str | None, used: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(is_initialized=lambda: used))
+    assert first_build.likely_device() == device
 
 
 @pytest.mark.parametrize(("device", "woken"), [("cuda", 1), ("xpu", 1), ("cpu", 0), ("meta", 0)])
