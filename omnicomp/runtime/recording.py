@@ -42,9 +42,9 @@ _HOST: Final = 0.8  # what a replay may take of the host's time alone, where the
 _HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
 _DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
-_NODES: Final = 64  # recordings of one of them: one for each set of weights
+_NODES: Final = 64  # recordings of one of them: one for each set of weights, as of the layers that share a graph
 _STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
-_UNSTABLE: Final = 16  # warm-ups and recordings, after which replays must be in the majority
+_UNSTABLE: Final = 16  # further warm-ups and recordings, after which replays must be in the majority
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
 
 
@@ -132,6 +132,7 @@ class _Sizes:
     refused: int = 0
     copied: int = 0
     copies: PoolCopies = dataclasses.field(default_factory=PoolCopies)
+    weights: set[int] = dataclasses.field(default_factory=set[int])  # addresses that tell sets of weights apart
     made: int = 0  # bytes that a plain call left behind
     keeps: bool = False  # whether the first backward that was recorded left what is saved for another one
     verdict: str = ""  # `recorded` or `plain`, once it is settled
@@ -274,6 +275,8 @@ class Recording:
                 return call(inputs)
             recorder.users.add(sizes)
             work, plain, sampled = recorder.work, recorder.plain, not sizes.verdict and not self._always
+            weight = inputs[self._recordable.static[0]] if self._recordable.static else None
+            address = weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
             begin, start = recorder.mark() if sampled else None, time.perf_counter()
             self._thread = threading.get_ident()
             try:
@@ -291,6 +294,7 @@ class Recording:
                     sizes.recorded.append((begin, recorder.mark(), time.perf_counter() - start))
             else:
                 sizes.work += recorder.work - work
+                sizes.weights.add(address)
                 self._bound(recorder, sizes)
             return outputs
         finally:
@@ -327,7 +331,7 @@ class Recording:
             return self._settle(sizes, recorder.failure)
         pieces = max(1, len(self._recordable.pieces))
         work = sizes.work / pieces
-        if work > _NODES or (work > _UNSTABLE and work > sizes.replays):
+        if work > _NODES or (work - len(sizes.weights) > _UNSTABLE and work > sizes.replays):
             return self._settle(
                 sizes, f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
             )

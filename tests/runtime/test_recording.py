@@ -454,6 +454,30 @@ def test_a_graph_that_would_be_recorded_again_and_again_runs_plainly() -> None:
     assert recorder.work == work
 
 
+@pytest.mark.parametrize(("layers", "state"), [(8, "recorded"), (48, "recorded"), (80, "plain")])
+def test_layers_that_share_a_graph_are_recorded_each(layers: int, state: str) -> None:
+    recorder = FakeRecorder(plain_ms=2.0, replay_ms=1.0, fixed=True)
+    run, told = recording(recorder, lambda weight, x: [weight * x], static=(0,))
+    weights = [torch.full((2,), float(number)) for number in range(layers)]
+    for _ in range(6):
+        for weight in weights:
+            assert torch.equal(run(weight, torch.ones(2))[0], weight)
+    assert [event.state for event in told()] == [state]
+    assert recorder.work <= 65
+
+
+def test_weights_that_lie_elsewhere_in_each_call_are_given_up() -> None:
+    recorder = FakeRecorder(fixed=True)
+    run, told = recording(recorder, lambda weight, x: [weight * x], static=(0,))
+    held = [torch.full((2,), float(number)) for number in range(100)]
+    for weight in held:
+        run(weight, torch.ones(2))
+    (event,) = told()
+    assert event.state == "plain"
+    assert event.reason is not None
+    assert "had to be recorded" in event.reason.sentence
+
+
 def test_a_recording_that_fails_leaves_the_graph_plain_with_what_failed() -> None:
     recorder = FakeRecorder()
     run, told = recording(recorder, always=True)
