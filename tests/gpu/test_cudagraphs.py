@@ -122,7 +122,7 @@ def output_fed_back(compile: Compile) -> list[Any]:
 
 @program()
 def layers_one_by_one(compile: Compile) -> list[Any]:
-    layers = nn.ModuleList(mlp() for _ in range(4))
+    layers = nn.ModuleList(mlp() for _ in range(20))
     runs, found = [compile(layer) for layer in layers], []
     with torch.no_grad():
         for _ in range(CALLS):
