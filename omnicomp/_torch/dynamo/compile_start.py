@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch._dynamo import callback_handler, convert_frame
 
 
@@ -21,7 +22,7 @@ def on_start(backend: Callable[..., Any], begin: Callable[[str | None, Mapping[s
 
     def started(_: Any) -> None:
         asked = _compiled_for()
-        if getattr(asked, "compiler_fn", None) is backend:
+        if isinstance(asked, torch._TorchCompileWrapper) and asked.compiler_fn is backend:
             begin(asked.kwargs.get("mode"), asked.kwargs.get("options"))
 
     callback_handler.register_start_callback(started)

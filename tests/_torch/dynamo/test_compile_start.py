@@ -25,6 +25,16 @@ class Backend:
         self.order.append((mode, options))
 
 
+class _Wrapper:
+    """What a program puts around a backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.compiler_fn = backend
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self.compiler_fn(gm, inputs)
+
+
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     torch.compiler.reset()  # which forgets all callbacks
@@ -64,6 +74,9 @@ def test_other_backends_are_none_of_its_business() -> None:
     compile_start.on_start(mine, mine.begin)
     torch.compile(lambda x: x.sin() + 1, backend=other)(torch.ones(3))
     torch.compile(lambda x: x.cos() + 1, backend="eager")(torch.ones(3))
+    torch._dynamo.optimize(_Wrapper(mine))(lambda x: x.tan() + 1)(torch.ones(3))
+    assert mine.order == ["graph"]
+    mine.order.clear()
     with callback_handler.install_callbacks(torch._dynamo.callback.CallbackTrigger.CUDAGRAPH_RECORDING, ""):
         pass
     assert not mine.order
