@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.dynamo import compile_start, control_flow, late_compile, overlaps, saving
+from omnicomp._torch.dynamo import control_flow, late_compile, overlaps, saving
 from omnicomp._torch.fx import called_with_fakes, copy_module, forget_tensors, read_attributes
 from omnicomp._torch.inductor import compile_fx, early_kernels, first_build, libraries
 from omnicomp._torch.inductor.vec_isa import isas_tested_lazily
@@ -385,7 +385,7 @@ def reset() -> None:
 omni.reset = reset  # type: ignore[attr-defined]
 control_flow.tell_threads_apart()
 control_flow.watch_recompile_limits(record_recompile_limit)
-compile_start.on_start(omni, _begin_first_build)
+control_flow.watch_starts(omni, _begin_first_build)
 libraries.watch()
 early_kernels.watch()
 put_fake_layer()

@@ -1,17 +1,17 @@
-"""Dynamo's internals: its lock, compile ids and recompile limits, errors that steer it, how a user error leaves it."""
+"""Dynamo's internals: its lock; ids, starts and limits of compilations; errors that steer it, and the user's own."""
 
 import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final
 
 import torch
 import torch._guards
 import torch.fx._symbolic_trace
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
-from torch._dynamo import convert_frame
+from torch._dynamo import callback_handler, convert_frame
 from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import (
@@ -153,6 +153,33 @@ def tell_threads_apart() -> None:
 
     setattr(is_fx_symbolic_tracing, _MARK, True)
     module.is_fx_symbolic_tracing = is_fx_symbolic_tracing
+
+
+def watch_starts(backend: Callable[..., Any], begin: Callable[[str | None, Mapping[str, Any] | None], None]) -> None:
+    """Have a function called whenever Dynamo begins to trace for a backend, which is called when the trace is over.
+
+    Args:
+        backend: what `torch.compile` was given, or what that names.
+        begin: gets `torch.compile`'s mode and options. It must not raise.
+    """
+
+    def started(_: Any) -> None:
+        asked = _compiled_for()
+        if isinstance(asked, torch._TorchCompileWrapper) and asked.compiler_fn is backend:
+            begin(asked.kwargs.get("mode"), asked.kwargs.get("options"))
+
+    callback_handler.register_start_callback(started)
+
+
+def _compiled_for() -> Any:
+    """What a frame is being compiled for, which callbacks are not told; None outside of a compilation."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not convert_frame._compile.__code__:
+        frame = frame.f_back
+    found: Any = frame.f_locals.get("compiler_fn") if frame is not None else None
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found
 
 
 def watch_recompile_limits(reached: Callable[[str, str, str, str, str], None]) -> None:

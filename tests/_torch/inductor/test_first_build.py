@@ -21,7 +21,7 @@ from processes import ROOT
 from torch._inductor import codecache, cpu_vec_isa
 
 import omnicomp
-from omnicomp._torch.dynamo import compile_start
+from omnicomp._torch.dynamo import control_flow
 from omnicomp._torch.inductor import first_build, libraries
 from omnicomp.backend import pipeline
 
@@ -149,7 +149,7 @@ def test_it_is_begun_in_front_of_the_trace(
     monkeypatch.setattr(first_build, "begin", lambda device, _: seen.append(device))
     monkeypatch.setattr(pipeline, "capture_graph", captured)
     torch.compiler.reset()  # which forgets all callbacks
-    compile_start.on_start(pipeline.omni, pipeline._begin_first_build)
+    control_flow.watch_starts(pipeline.omni, pipeline._begin_first_build)
     with contextlib.suppress(omnicomp.OptionError):
         torch.compile(lambda x: x.sin() + 1, backend="omni", options=options)(torch.ones(3))
     assert seen == order
