@@ -25,7 +25,7 @@ def _model(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_a_body_is_traced_as_often_however_often_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_not_traced_for_each_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[str] = []
     trace = higher_order.materialize_as_graph
 

@@ -25,7 +25,7 @@ class Known:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
-    """LazyISAs of a processor: it does not have the first, and the compiler not the second."""
+    """Sets of a processor: it does not have the first, and the compiler not the second."""
     found = [
         Known("other", works=True),
         Known("avx512 amx", works=False),
