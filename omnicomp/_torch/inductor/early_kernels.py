@@ -1,13 +1,24 @@
-"""C++ kernels that are compiled while Inductor generates the rest of their graph.
+"""Kernels that are there earlier: in C++ they are compiled sooner, in Triton by more processes.
 
-Inductor compiles all kernels of a graph when it runs the module that it generated. Here a kernel is submitted as soon
-as it is defined, by the line that defines it in that module: the module finds it among those that are under way.
+Inductor compiles all kernels of a graph when it runs the module that it generated. Here a C++ kernel is submitted as
+soon as it is defined, by the line that defines it in that module: the module finds it among those that are under way.
+
+A Triton kernel is compiled by one process, one configuration after another: six for a kernel of two dimensions, each of
+which takes most of a second where it computes `sin` and `cos`. Once there are fewer kernels than processes, those that
+have nothing to do compile the configurations of the others into Triton's cache, where the first process finds them.
 """
 
+import functools
+import inspect
+import os
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Final
 
+import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import LambdaFuture, _load_triton_kernel_from_source
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
 from omnicomp.errors import first_line
 from omnicomp.safety.privacy import logger
@@ -15,6 +26,9 @@ from omnicomp.safety.privacy import logger
 log = logger("omnicomp.early_kernels")
 
 _DEFINES: Final = "async_compile.cpp_pybinding("
+# Seconds after which a kernel is not one of those that would be done before another process has begun.
+_SLOW: Final = 0.4
+_MOST_HELPERS: Final = 8  # processes for one kernel
 
 
 def watch() -> None:
@@ -22,6 +36,8 @@ def watch() -> None:
     if not hasattr(_submitting, "before"):
         _submitting.before = PythonWrapperCodegen.define_kernel  # type: ignore[attr-defined]
         PythonWrapperCodegen.define_kernel = _submitting  # type: ignore[method-assign]
+        _helping.before = AsyncCompile._wait_futures  # type: ignore[attr-defined]
+        AsyncCompile._wait_futures = _helping  # type: ignore[method-assign]
 
 
 def _submitting(self: PythonWrapperCodegen, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> None:
@@ -31,3 +47,42 @@ def _submitting(self: PythonWrapperCodegen, kernel_name: str, kernel_body: str, 
             eval(kernel_body, {"async_compile": AsyncCompile()})  # the line of the generated module
         except Exception as error:  # noqa: BLE001 - the generated module meets the same
             log.debug("omni: the kernel %s was not compiled early: %s", kernel_name, first_line(error))
+
+
+def _helping(self: AsyncCompile, scope: dict[str, Any]) -> None:
+    try:
+        _help({each.future: each for each in scope.values() if isinstance(each, LambdaFuture) and each.future})
+    except Exception as error:  # noqa: BLE001 - the kernels are compiled all the same
+        log.debug("omni: no other process helped to compile kernels: %s", first_line(error))
+    _helping.before(self, scope)  # type: ignore[attr-defined]
+
+
+def _help(kernels: dict[Future[Any], LambdaFuture]) -> None:
+    """Have the configurations of kernels compiled by processes that have nothing to do."""
+    processes = get_compile_threads()
+    timeout = getattr(torch._inductor.config, "compile_worker_wait_timeout", 0) or None  # of torch 2.13
+    left = wait(kernels, timeout=_SLOW).not_done
+    while 2 * len(left) > processes:
+        done, left = wait(left, timeout, FIRST_COMPLETED)
+        if not done:
+            return
+    for task in (each for each in kernels if each in left):
+        # What `AsyncCompile.triton` submitted, which holds its name and source for the error that it may raise.
+        kernel = inspect.getclosurevars(kernels[task].result_fn).nonlocals
+        if {"kernel_name", "source_code", "reload_kernel_in_parent"} <= kernel.keys():
+            helpers = min(_MOST_HELPERS, processes // len(left) - 1)
+            _compile_configurations(kernel["kernel_name"], kernel["source_code"], helpers)
+
+
+def _compile_configurations(name: str, source: str, helpers: int) -> None:
+    """Have them compiled by so many processes; from the last one down, as the process of the kernel goes upwards."""
+    env = {
+        v: os.environ[v]
+        for v in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_LIBDEVICE_PATH")
+        if v in os.environ
+    }
+    for helper in range(helpers):
+        # Behind the kernel, so that its lines, which are in Triton's key, have their numbers.
+        some = f"{source}\n{name}.configs = {name}.configs[:0:-1][{helper}::{helpers}] or {name}.configs[:1]\n"
+        load = functools.partial(_load_triton_kernel_from_source, name, some)
+        AsyncCompile.process_pool().submit(_worker_compile_triton, load, env, {})

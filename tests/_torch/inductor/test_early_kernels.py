@@ -1,19 +1,24 @@
-"""A C++ kernel is submitted when it is defined, once, and the generated module takes it."""
+"""A C++ kernel is submitted when it is defined, once; idle processes compile a slow Triton kernel too."""
 
+import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
-from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.async_compile import AsyncCompile, CompiledTritonKernels
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 
-from omnicomp._torch.inductor import libraries
+from omnicomp._torch.inductor import early_kernels, libraries
 from omnicomp.backend import pipeline as pipeline
 
 pytestmark = pytest.mark.inductor
+
+# What stands for the source of a kernel, and how many configurations it has.
+KERNEL = "import types\nkernel = types.SimpleNamespace(configs=list(range({count})))"
 
 
 @pytest.fixture
@@ -89,3 +94,120 @@ def test_a_remote_cache_is_asked_and_given_each_library_once(
     assert events.count("kernel") == 4
     assert len(asked) == len(set(asked)) == 2
     assert sorted(given) == sorted(asked)
+
+
+class _Processes:
+    """Takes jobs as torch's pool does, and does those that are told to be quick."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Future[Any], str]] = []
+
+    def submit(self, job: Any, load: Any, *args: Any) -> Future[Any]:
+        self.jobs.append((Future(), load.args[1]))
+        return self.jobs[-1][0]
+
+    def finish(self, *numbers: int) -> None:
+        kernel = types.SimpleNamespace(**dict.fromkeys(("set_compile_info", "restore_after_unpickle"), _nothing))
+        for number in numbers:
+            self.jobs[number][0].set_result((kernel, 0))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Processes]:
+    found = _Processes()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(AsyncCompile, "process_pool", staticmethod(lambda: found))
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda _: True))
+    monkeypatch.setattr(early_kernels, "_SLOW", 0.01)
+    with torch._inductor.config.patch(compile_threads=16):  # type: ignore[attr-defined]
+        yield found
+    CompiledTritonKernels.cache_clear()
+
+
+def _submitted(count: int, configurations: int) -> dict[str, Any]:
+    compiler = AsyncCompile()
+    source = KERNEL.format(count=configurations)
+    return {f"kernel_{n}": compiler.triton("kernel", f"{source}  # {n}") for n in range(count)}
+
+
+def _waited_for(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are waited for; not until they are there, as nobody compiles them."""
+    waited: list[Any] = []
+    monkeypatch.setattr(early_kernels._helping, "before", lambda _, scope: waited.append(scope))
+    AsyncCompile._wait_futures(AsyncCompile(), scope)
+    assert waited == [scope]
+
+
+def _configurations(source: str) -> list[int]:
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return scope["kernel"].configs
+
+
+@pytest.mark.parametrize(
+    ("kernels", "quick", "configurations", "helped"),
+    [
+        (3, 2, 6, [[5], [4], [3], [2], [1], [0], [0], [0]]),
+        (3, 1, 6, [[5], [4], [3], [2], [1], [0], [0]] * 2),
+        (1, 0, 20, [[19, 11, 3], [18, 10, 2], [17, 9, 1], [16, 8], [15, 7], [14, 6], [13, 5], [12, 4]]),
+        (8, 0, 3, [[2, 1]] * 8),
+        (3, 3, 6, []),
+    ],
+)
+def test_configurations_of_slow_kernels_are_compiled_by_processes_with_nothing_to_do(
+    kernels: int,
+    quick: int,
+    configurations: int,
+    helped: list[list[int]],
+    processes: _Processes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scope = _submitted(kernels, configurations)
+    processes.finish(*range(quick))
+    _waited_for(scope, monkeypatch)
+    jobs = [source for _, source in processes.jobs]
+    assert [_configurations(source) for source in jobs[kernels:]] == helped
+    slow = jobs[quick:kernels]
+    each = len(helped) // max(len(slow), 1)
+    for number, source in enumerate(jobs[kernels:]):
+        assert source.startswith(f"{slow[number // each]}\n")  # its lines have their numbers, which are in Triton's key
+
+
+def test_none_helps_while_there_are_more_kernels_than_processes(
+    processes: _Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope = _submitted(9, 6)
+    rounds: list[int] = []
+    wait = early_kernels.wait
+
+    def finishing(tasks: Any, *args: Any) -> Any:
+        rounds.append(len(processes.jobs))
+        processes.finish(len(rounds) - 1)
+        return wait(tasks, *args)
+
+    monkeypatch.setattr(
+        early_kernels, "wait", lambda tasks, *args, **kwargs: finishing(tasks, *args) if args else wait(tasks, **kwargs)
+    )
+    _waited_for(scope, monkeypatch)
+    assert rounds == [9]
+    assert len(processes.jobs) == 9 + 8
+
+
+def test_a_limit_of_torchs_for_kernels_is_kept(processes: _Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = _submitted(9, 6)
+    with torch._inductor.config.patch(compile_worker_wait_timeout=0.01):  # type: ignore[attr-defined]
+        _waited_for(scope, monkeypatch)
+    assert len(processes.jobs) == 9
+
+
+def test_processes_that_cannot_help_stop_nothing(processes: _Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = _submitted(1, 6)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no processes")
+
+    monkeypatch.setattr(processes, "submit", broken)
+    _waited_for(scope, monkeypatch)
