@@ -157,6 +157,7 @@ const DETAILS = {
           .join(", "),
       ],
       ["operators", `${row.nodes}${row.ops.length ? `: ${counted(row.ops, 40)}` : ""}`],
+      ["regions", row.repeated.join("; ")],
       ["FLOPs", sized(row.flops, row.flops_hint, grouped)],
       ["bytes", sized(row.bytes, row.bytes_hint, bytes)],
       ["inputs, outputs", row.io.join(", ")],

@@ -46,6 +46,7 @@ const ROWS = DATA.rows.map((row, index) => {
     retreats: [],
     runs: [],
     kernels: {},
+    repeated: [],
     checks: [],
     refused: [],
     reasons: [],
@@ -61,7 +62,7 @@ const ROWS = DATA.rows.map((row, index) => {
     graph: graph.id,
   };
   found.why = found.reasons.map((number) => REASONS[number]);
-  found.what = counted(found.ops, 4);
+  found.what = [...found.repeated, counted(found.ops, 4)].filter(Boolean).join("; ");
   found.hay = hay(
     found.id,
     found.part,
@@ -75,6 +76,7 @@ const ROWS = DATA.rows.map((row, index) => {
     found.ops.map(([name]) => name),
     found.refused,
     Object.keys(found.kernels),
+    found.repeated,
     found.why.map(reasonText),
     graph.function,
   );

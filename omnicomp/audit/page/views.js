@@ -77,7 +77,7 @@ tableView({
       cell: (r) => grouped(r.nodes),
     },
     { title: "module", wide: true, width: "minmax(120px, 1.3fr)", sort: (r) => r.at, cell: (r) => r.at },
-    { title: "what", wide: true, width: "minmax(160px, 2fr)", cell: (r) => r.what },
+    { title: "what", wide: true, width: "minmax(160px, 4fr)", cell: (r) => r.what },
     {
       title: "call",
       wide: true,

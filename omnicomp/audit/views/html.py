@@ -158,6 +158,7 @@ def _row(row: SubgraphAudit, graph: GraphAudit, number: int, reasons: _Reasons) 
         "retreats": [[r.source_lowering, r.target_lowering, reasons.number(r.reason)] for r in row.retreats],
         "runs": list(dict.fromkeys((ran.lowering, ran.evidence) for ran in row.runs)),
         "kernels": row.kernels,
+        "repeated": rows.repeated(row),
         "checks": [[v.name, v.state, v.direction, v.detail] for v in row.verifications],
         "refused": row.refused,
         "reasons": reasons.all(row.reasons),

@@ -235,10 +235,15 @@ def what(row: SubgraphAudit) -> list[str]:
 
 def proof(row: SubgraphAudit) -> list[str]:
     """What another compiler than torch's made of a row, how far its results were from eager's, and what was shared."""
-    lines = [f"{where}: built once, called {calls} times" for where, calls in row.repeats.items()]
+    lines = repeated(row)
     if row.ran is None or row.ran in _TORCHS_OWN or row.mismatch or not row.evidence:
         return lines
     return [row.evidence, *lines]
+
+
+def repeated(row: SubgraphAudit) -> list[str]:
+    """Regions of a row that are built once."""
+    return [f"{where}: built once, called {calls} times" for where, calls in row.repeats.items()]
 
 
 def graph_line(graph: GraphAudit) -> str:

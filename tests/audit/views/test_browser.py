@@ -96,6 +96,24 @@ def test_an_engine_has_a_colour_of_its_own(browser: Page, tmp_path: Path) -> Non
     assert browser.errors == []
 
 
+def test_a_region_that_is_built_once_is_named_where_the_text_names_it(browser: Page, tmp_path: Path) -> None:
+    row = Subgraph(
+        graph="g0",
+        part="inference",
+        subgraph="g0.inference.0",
+        lowering="inductor",
+        nodes=353,
+        ops={"aten.view.default": 75},
+        repeats={"model.layers (61 operators)": 4},
+    )
+    (tmp_path / "regions.html").write_text(to_html(build([row])), encoding="utf-8")
+    browser.resize(1300, 900)
+    browser.open(tmp_path / "regions.html")
+    assert "model.layers (61 operators): built once, called 4 times" in browser.text("#panel .vrow")
+    browser.run("document.querySelector('#panel .vrow').click()")
+    assert "built once, called 4 times" in browser.text("[role=dialog], dialog, aside")
+
+
 def test_the_search_filters_and_the_address_holds_it(page: Page, file: Path) -> None:
     page.press("/")
     page.type("layers.7.router nonzero")
