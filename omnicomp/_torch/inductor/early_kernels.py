@@ -8,13 +8,14 @@ which takes most of a second where it computes `sin` and `cos`. Once there are f
 have nothing to do compile the configurations of the others into Triton's cache, where the first process finds them.
 """
 
+import contextvars
 import functools
 import inspect
 import os
+import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Final
 
-import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import LambdaFuture, _load_triton_kernel_from_source
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -50,27 +51,36 @@ def _submitting(self: PythonWrapperCodegen, kernel_name: str, kernel_body: str, 
 
 
 def _helping(self: AsyncCompile, scope: dict[str, Any]) -> None:
-    try:
-        _help({each.future: each for each in scope.values() if isinstance(each, LambdaFuture) and each.future})
-    except Exception as error:  # noqa: BLE001 - the kernels are compiled all the same
-        log.debug("omni: no other process helped to compile kernels: %s", first_line(error))
+    futures = [each for each in scope.values() if isinstance(each, LambdaFuture)]
+    kernels = {each.future: each for each in futures if each.future is not None and not each.future.done()}
+    if kernels:
+        try:
+            # In a thread, as this one loads the kernels that are there while it waits for the others.
+            args = (_help, kernels, get_compile_threads())
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=args, name="omnicomp-early-kernels", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            log.debug("omni: no other process helped to compile kernels: %s", first_line(error))
     _helping.before(self, scope)  # type: ignore[attr-defined]
 
 
-def _help(kernels: dict[Future[Any], LambdaFuture]) -> None:
-    """Have the configurations of kernels compiled by processes that have nothing to do."""
-    processes = get_compile_threads()
-    timeout = getattr(torch._inductor.config, "compile_worker_wait_timeout", 0) or None  # of torch 2.13
-    left = wait(kernels, timeout=_SLOW).not_done
-    while 2 * len(left) > processes:
-        done, left = wait(left, timeout, FIRST_COMPLETED)
-        if not done:
-            return
-    for task in (each for each in kernels if each in left):
+def _help(kernels: dict[Future[Any], LambdaFuture], processes: int) -> None:
+    try:
+        left = wait(kernels, timeout=_SLOW).not_done
+        while 2 * len(left) > processes:
+            left = wait(left, return_when=FIRST_COMPLETED).not_done
+        _share({task: kernels[task] for task in kernels if task in left}, processes)
+    except Exception as error:  # noqa: BLE001 - the kernels are compiled all the same
+        log.debug("omni: no other process helped to compile kernels: %s", first_line(error))
+
+
+def _share(kernels: dict[Future[Any], LambdaFuture], processes: int) -> None:
+    """Have the configurations of kernels compiled by the processes that have nothing to do."""
+    for future in kernels.values():
         # What `AsyncCompile.triton` submitted, which holds its name and source for the error that it may raise.
-        kernel = inspect.getclosurevars(kernels[task].result_fn).nonlocals
+        kernel = inspect.getclosurevars(future.result_fn).nonlocals
         if {"kernel_name", "source_code", "reload_kernel_in_parent"} <= kernel.keys():
-            helpers = min(_MOST_HELPERS, processes // len(left) - 1)
+            helpers = min(_MOST_HELPERS, processes // len(kernels) - 1)
             _compile_configurations(kernel["kernel_name"], kernel["source_code"], helpers)
 
 

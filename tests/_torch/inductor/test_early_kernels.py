@@ -1,5 +1,6 @@
 """A C++ kernel is submitted when it is defined, once; idle processes compile a slow Triton kernel too."""
 
+import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -139,6 +140,9 @@ def _waited_for(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_kernels._helping, "before", lambda _, scope: waited.append(scope))
     AsyncCompile._wait_futures(AsyncCompile(), scope)
     assert waited == [scope]
+    for thread in threading.enumerate():
+        if thread.name == "omnicomp-early-kernels":
+            thread.join(60)
 
 
 def _configurations(source: str) -> list[int]:
@@ -183,24 +187,37 @@ def test_none_helps_while_there_are_more_kernels_than_processes(
     rounds: list[int] = []
     wait = early_kernels.wait
 
-    def finishing(tasks: Any, *args: Any) -> Any:
-        rounds.append(len(processes.jobs))
-        processes.finish(len(rounds) - 1)
-        return wait(tasks, *args)
+    def finishing(tasks: Any, **kwargs: Any) -> Any:
+        if "return_when" in kwargs:
+            rounds.append(len(processes.jobs))
+            processes.finish(len(rounds) - 1)
+        return wait(tasks, **kwargs)
 
-    monkeypatch.setattr(
-        early_kernels, "wait", lambda tasks, *args, **kwargs: finishing(tasks, *args) if args else wait(tasks, **kwargs)
-    )
+    monkeypatch.setattr(early_kernels, "wait", finishing)
     _waited_for(scope, monkeypatch)
     assert rounds == [9]
     assert len(processes.jobs) == 9 + 8
 
 
-def test_a_limit_of_torchs_for_kernels_is_kept(processes: _Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    scope = _submitted(9, 6)
-    with torch._inductor.config.patch(compile_worker_wait_timeout=0.01):  # type: ignore[attr-defined]
-        _waited_for(scope, monkeypatch)
-    assert len(processes.jobs) == 9
+def test_kernels_are_loaded_while_others_are_compiled(processes: _Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread waits for the slow ones, and for the many of a large graph."""
+    scope, done = _submitted(9, 6), list[int]()
+
+    def loading(_: AsyncCompile, scope: dict[str, Any]) -> None:
+        done.append(len(processes.jobs))
+        processes.finish(*range(9))
+
+    monkeypatch.setattr(early_kernels._helping, "before", loading)
+    AsyncCompile._wait_futures(AsyncCompile(), scope)
+    assert done == [9]
+
+
+def test_no_thread_waits_for_what_is_there(processes: _Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = _submitted(2, 6)
+    processes.finish(0, 1)
+    monkeypatch.setattr(early_kernels, "_help", _nothing)
+    monkeypatch.setattr(threading, "Thread", None)
+    _waited_for(scope, monkeypatch)
 
 
 def test_processes_that_cannot_help_stop_nothing(processes: _Processes, monkeypatch: pytest.MonkeyPatch) -> None:
