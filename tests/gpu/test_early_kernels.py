@@ -13,7 +13,7 @@ from torch._inductor.compile_worker.subproc_pool import SubprocPool
 import omnicomp as omnicomp
 from omnicomp._torch.inductor import early_kernels
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Kernels that are there earlier: in C++ they are compiled sooner, in Triton by more processes.
+"""Kernels that are ready earlier: those in C++ are submitted sooner, those in Triton are compiled by more processes.
 
 Inductor compiles all kernels of a graph when it runs the module that it generated. Here a C++ kernel is submitted as
 soon as it is defined, by the line that defines it in that module: the module finds it among those that are under way.
@@ -27,7 +27,7 @@ from omnicomp.safety.privacy import logger
 log = logger("omnicomp.early_kernels")
 
 _DEFINES: Final = "async_compile.cpp_pybinding("
-# Seconds after which a kernel is not one of those that would be done before another process has begun.
+# Seconds. A kernel that takes less is compiled before another process could help.
 _SLOW: Final = 0.4
 _MOST_HELPERS: Final = 8  # processes for one kernel
 
