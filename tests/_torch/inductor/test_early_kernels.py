@@ -226,5 +226,8 @@ def test_processes_that_cannot_help_stop_nothing(processes: _Processes, monkeypa
     def broken(*args: Any) -> Any:
         raise RuntimeError("no processes")
 
+    escaped: list[Any] = []
     monkeypatch.setattr(processes, "submit", broken)
+    monkeypatch.setattr(threading, "excepthook", escaped.append)
     _waited_for(scope, monkeypatch)
+    assert escaped == []
