@@ -81,12 +81,12 @@ def _or_else(made: Callable[..., Any], usual: Callable[..., Any] | None) -> Call
     return decomposition
 
 
-def _div(a: Tensor, b: Any, *, rounding_mode: str | None = None) -> Any:
+def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     """The quotient of floating tensors, rounded down as Python and eager do it: from the exact remainder."""
-    floating = a.is_floating_point() or (b.is_floating_point() if isinstance(b, Tensor) else isinstance(b, float))
-    if rounding_mode != "floor" or not floating:
+    if rounding_mode != "floor" or not isinstance(a, Tensor):  # `torch.div(7, 2)` has numbers alone
         return NotImplemented
-    return _floor_quotient(a, b)
+    floating = a.is_floating_point() or (b.is_floating_point() if isinstance(b, Tensor) else isinstance(b, float))
+    return _floor_quotient(a, b) if floating else NotImplemented
 
 
 @elementwise_type_promotion_wrapper(type_promoting_args=("a", "b"), type_promotion_kind=_promoting)

@@ -37,6 +37,16 @@ def test_floating_quotients_have_eagers_strides() -> None:
 
 
 @pytest.mark.inductor
+def test_quotients_of_numbers_alone_are_compiled() -> None:
+    def halves(x: Tensor) -> Tensor:
+        rows = torch.div(x.size(0), 2, rounding_mode="trunc")
+        return x.view(rows, -1) + torch.div(-7.5, 2, rounding_mode="floor")
+
+    x = torch.randn(6)
+    assert torch.equal(torch.compile(halves, backend="omni", options={"on_error": "raise"})(x), halves(x))
+
+
+@pytest.mark.inductor
 def test_infinities_nans_zeros_and_small_numbers_are_eagers() -> None:
     x = torch.tensor(NUMBERS).repeat(3)
     found, expected = torch.compile(functions, backend="omni")(x), functions(x)
