@@ -12,6 +12,7 @@ from omnicomp._torch.repairs.captured_buffers import captured_computed
 from omnicomp._torch.repairs.cudnn_plans import one_layout_of_gradients
 from omnicomp._torch.repairs.local_buffers import row_of_its_own
 from omnicomp._torch.repairs.lowered_dtypes import dtypes_of_the_graph
+from omnicomp._torch.repairs.moved_constructors import constructors_moved
 from omnicomp._torch.repairs.read_before_written import read_before_written
 from omnicomp._torch.repairs.rounded_casts import casts_rounded
 from omnicomp._torch.repairs.scheduler_order import written_before_read
@@ -32,6 +33,7 @@ def inductor_repaired() -> Generator[None]:
             read_before_overwritten(),
             dtypes_of_the_graph(),
             calls_compared(),
+            constructors_moved(),
             isas_tested_lazily,
         ):
             yield
