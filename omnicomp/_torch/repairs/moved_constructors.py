@@ -18,12 +18,12 @@ NEEDED: Final = Needed(first="2.11", fixed="2.12", issue="https://github.com/pyt
 
 
 def _on_the_device(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node], bool]:
-    """Whether an operator on the GPU may read all of its inputs there."""
+    """Whether an operator reads scalars and what is on the GPU alone, asked of operators on the GPU; of others, no."""
 
-    def reads_scalars(self: Any, node: Node) -> bool:
+    def asked(self: Any, node: Node) -> bool:
         return self.is_on_target_device(node) and original(self, node)
 
-    return reads_scalars
+    return asked
 
 
 _READS: Final = Exchange(ConstructorMoverPass, "all_inputs_are_cpu_scalar_or_on_target_device", _on_the_device)
