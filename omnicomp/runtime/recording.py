@@ -10,10 +10,13 @@ may begin slowly. Both ways give the same values, and each call is made once.
 
 A call takes as long as the device or the host, whichever is busy for longer. What the host does between the calls is
 not seen in them: where the device has begun with a call before the host is through with it, the program may wait for
-the host all the time, and a replay need only save the host's time.
+the host all the time, and a replay need only save the host's time. The device begins with a replay when all of it is
+prepared, and with a plain call at the first kernel. So a replay may take longer there from begin to end, if calls follow
+each other faster.
 """
 
 import dataclasses
+import itertools
 import statistics
 import threading
 import time
@@ -41,10 +44,12 @@ _SECONDS: Final = 5e-6  # and the seconds that it must save
 _HOST: Final = 0.8  # what a replay may take of the host's time alone, where the device waited
 _HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
 _DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
+_LATENCY: Final = 1.1  # the same where calls follow each other faster
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # warm-ups and recordings of one of them; layers that share a graph take one recording each
 _STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
 _UNSTABLE: Final = 16  # further warm-ups and recordings, after which replays must be in the majority
+_ATTEMPTS: Final = 2  # at that; recordings move while the graphs around are recorded, or not any longer
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
 
 
@@ -128,6 +133,7 @@ class _Sizes:
     calls: int = 0
     replays: int = 0
     work: int = 0
+    attempts: int = 0
     apart: int = 0
     refused: int = 0
     copied: int = 0
@@ -332,9 +338,11 @@ class Recording:
         pieces = max(1, len(self._recordable.pieces))
         work = sizes.work / pieces
         if work > _NODES or (work - len(sizes.weights) > _UNSTABLE and work > sizes.replays):
-            return self._settle(
-                sizes, f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
-            )
+            why = f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
+            sizes.attempts += 1
+            sizes.work = sizes.replays = 0
+            sizes.weights.clear()
+            return self._settle(sizes, why, final=self._always or sizes.attempts >= _ATTEMPTS)
         if self._recordable.part == "backward" and self._saved is None and work > _STABLE:
             return self._settle(sizes, "what its forward saves is not in the pool, and lies elsewhere at times")
         if reason := recorder.over_budget(0, self._limit):
@@ -354,13 +362,18 @@ class Recording:
         host, replaying = _host(sizes.plain), _host(sizes.recorded)
         faster = recorded <= plain * _FASTER and plain - recorded >= _SECONDS
         relieves = replaying <= host * _HOST and host - replaying >= _HOST_SECONDS
-        faster = faster or (relieves and sizes.waited >= _WAITED and replayed <= device * _DEVICE)
-        self._settle(sizes, "" if faster else "replays are not faster", plain=plain, recorded=recorded)
+        follow = _spacing(sizes.recorded) <= _spacing(sizes.plain) * _FASTER
+        allowed = device * (_LATENCY if follow else _DEVICE)
+        faster = faster or (relieves and sizes.waited >= _WAITED and replayed <= allowed)
+        why = "" if faster else "replays are not faster"
+        self._settle(sizes, why, plain=plain, recorded=recorded, final=False)
         return faster
 
-    def _settle(self, sizes: _Sizes, why: str = "", *, plain: float = 0.0, recorded: float = 0.0) -> None:
+    def _settle(
+        self, sizes: _Sizes, why: str = "", *, plain: float = 0.0, recorded: float = 0.0, final: bool = True
+    ) -> None:
         hosts = [_host(samples) if plain else 0.0 for samples in (sizes.plain, sizes.recorded)]
-        sizes.verdict, sizes.final, sizes.begin = "plain" if why else "recorded", not plain, _AGAIN * sizes.calls
+        sizes.verdict, sizes.final, sizes.begin = "plain" if why else "recorded", final, _AGAIN * sizes.calls
         sizes.plain.clear()
         sizes.recorded.clear()
         recorder = self._recorder
@@ -445,6 +458,11 @@ def _median(samples: Iterable[_Sample]) -> float:
 
 def _on_device(samples: Iterable[_Sample]) -> float:
     return statistics.median(begin.elapsed_time(end) * 1e-3 for begin, end, _ in samples)
+
+
+def _spacing(samples: Sequence[_Sample]) -> float:
+    """The shortest time between the beginnings of two calls in a row, by the device."""
+    return min(first.elapsed_time(second) * 1e-3 for (first, *_), (second, *_) in itertools.pairwise(samples))
 
 
 def _host(samples: Iterable[_Sample]) -> float:

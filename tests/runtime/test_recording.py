@@ -65,6 +65,7 @@ class FakeRecorder:
     retired: int = 0
     clock: float = 0.0
     fixed: bool = False  # whether another address of an input takes another recording
+    replayed: bool = False  # whether the last call was a replay
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -89,6 +90,7 @@ class FakeRecorder:
                 self.work += 1
             seen.add(address)
             outputs = model(inputs)
+            self.replayed = True
             if not memory:
                 memory.extend(each if each is None else torch.empty_like(each) for each in outputs)
                 self.pool.update({each.untyped_storage().data_ptr(): each for each in memory if each is not None})
@@ -131,6 +133,7 @@ def recording(
     """A function whose calls may be recorded, and the events of them."""
 
     def plain(inputs: list[Any]) -> list[torch.Tensor]:
+        recorder.replayed = False
         recorder.clock += recorder.plain_ms
         host.ms += recorder.plain_host_ms
         arguments = list(inputs)
@@ -198,6 +201,24 @@ def test_a_graph_for_which_the_device_waits_is_recorded(replay: float, host: flo
     run, told = recording(recorder)
     for _ in range(25):
         run(torch.ones(3))
+    (event,) = told()
+    assert event.state == state
+
+
+@pytest.mark.parametrize(
+    ("replay", "gap", "state"),
+    [
+        (2.1, 0.5, "recorded"),  # the device begins late with a replay, and calls follow each other faster
+        (2.1, 0.1, "plain"),  # not by enough
+        (2.3, 0.5, "plain"),  # what waits for the call waits longer
+    ],
+)
+def test_replays_that_follow_each_other_faster_may_take_longer(replay: float, gap: float, state: str) -> None:
+    recorder = FakeRecorder(plain_ms=2.0, replay_ms=replay, plain_host_ms=1.9, replay_host_ms=0.1, busy=False)
+    run, told = recording(recorder)
+    for _ in range(25):
+        run(torch.ones(3))
+        recorder.clock += 0.0 if recorder.replayed else gap  # the device waits for the host
     (event,) = told()
     assert event.state == state
 
@@ -466,6 +487,15 @@ def test_layers_that_share_a_graph_are_recorded_each(layers: int, state: str) ->
     assert recorder.work <= 65
 
 
+def test_weights_that_lie_elsewhere_for_a_while_are_tried_again_later() -> None:
+    recorder = FakeRecorder(fixed=True)
+    run, told = recording(recorder, lambda weight, x: [weight * x], static=(0,))
+    held = [torch.full((2,), float(number)) for number in range(100)]
+    for weight in (*held, *[held[0]] * 1000):
+        run(weight, torch.ones(2))
+    assert [event.state for event in told()] == ["plain", "recorded"]
+
+
 def test_weights_that_lie_elsewhere_in_each_call_are_given_up() -> None:
     recorder = FakeRecorder(fixed=True)
     run, told = recording(recorder, lambda weight, x: [weight * x], static=(0,))
@@ -476,6 +506,14 @@ def test_weights_that_lie_elsewhere_in_each_call_are_given_up() -> None:
     assert event.state == "plain"
     assert event.reason is not None
     assert "had to be recorded" in event.reason.sentence
+    held += [torch.full((2,), float(number)) for number in range(100, 1000)]
+    for weight in held[100:]:
+        run(weight, torch.ones(2))
+    work = recorder.work
+    assert work <= 130
+    for number in range(9000):
+        run(held[number % 1000], torch.ones(2))
+    assert recorder.work == work  # the second attempt was the last
 
 
 def test_a_recording_that_fails_leaves_the_graph_plain_with_what_failed() -> None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from omnicomp._torch.autograd.mutations import is_view, positions_written, root, write_targets
+from omnicomp._torch.repairs.moved_constructors import move_constructors
 from omnicomp._torch.repairs.shared_results import take_apart
 from omnicomp.errors import CompilerFaultError
 
@@ -39,7 +40,8 @@ class KeepWritten(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split a joint graph as `partition` does."""
+        """Split a joint graph as `partition` does, once what it computes on the CPU for a GPU is computed there."""
+        move_constructors(gm.graph)
         return partition(gm, joint_inputs, inner=self.inner or min_cut_rematerialization_partition, **kwargs)
 
     def uuid(self) -> Any | None:

@@ -63,6 +63,7 @@ class Trees(CUDAGraphTreeManager):
         self._used_on = torch.cuda.current_stream(device_index)
         self._recording = False
         self._ran = False  # whether the call that is being made got as far as the program's code, or a replay
+        self._inputs: list[Any] | None = None  # of a warm-up or a recording that is being made, or where they lie
         self._copied: set[FunctionID] = set()  # whose outputs are all copied when they return
 
     def can_start_new_generation(self) -> bool:
@@ -116,10 +117,7 @@ class Trees(CUDAGraphTreeManager):
             if self.failure:
                 return model(inputs)
             torch._C._set_cached_tensors_enabled(True)  # torch's own reset ends it for all trees
-            # No recording may write over what its caller may go on to hold. A backward's caller drops what its forward
-            # saved while it runs, and memory that is needed next takes its place; only where it lies is kept.
-            held = [self._place(value) if piece.part == "backward" else value for value in inputs]
-            self._ran = False
+            self._ran, self._inputs = False, None
             try:
                 return run(inputs)
             except Exception as error:
@@ -128,11 +126,23 @@ class Trees(CUDAGraphTreeManager):
                 self._recording = False
                 self.failure = f"recording failed: {str(error).partition(chr(10))[0]}"
                 # Torch's check of the pool may come behind a warm-up. What is recorded does not run: all is in place.
-                return returned[0] if returned else model(list(map(_rebuilt, held)))
+                if returned:
+                    return returned[0]
+                return model(inputs if self._inputs is None else list(map(_rebuilt, self._inputs)))
             finally:
                 returned.clear()
+                self._inputs = None
 
         return call
+
+    def _keep(self, inputs: list[Any], function_id: FunctionID) -> None:
+        """Keep what is emptied on the way, should nothing be recorded in the end.
+
+        No recording may write over what its caller may go on to hold. A backward's caller drops what its forward saved
+        while it runs, and memory that is needed next takes its place; only where it lies is kept.
+        """
+        backward = self.id_to_mode[function_id] is CompilationMode.BACKWARD
+        self._inputs = [self._place(value) if backward else value for value in inputs]
 
     def _place(self, value: Any) -> Any:
         """What a tensor in the pool can be rebuilt from without holding it; the value itself if it is none."""
@@ -144,6 +154,7 @@ class Trees(CUDAGraphTreeManager):
         """Record, and note which memory is the pool's."""
         self._recording = True
         self.plain -= 1
+        self._keep(new_inputs, function_id)
         with first_replay_waits():
             outputs = super().record_function(new_inputs, function_id)
         self._recording = False
@@ -155,6 +166,7 @@ class Trees(CUDAGraphTreeManager):
     def run_eager(self, new_inputs: list[Any], function_id: FunctionID) -> Any:
         """Warm up, and note which memory is the pool's."""
         self.plain -= 1
+        self._keep(new_inputs, function_id)
         outputs = super().run_eager(new_inputs, function_id)
         self._note()
         return outputs

@@ -1,20 +1,27 @@
 """What a graph computes on the CPU from constants, and reads on a GPU, such as the indices of a table.
 
-Inductor has it computed on the GPU. Where CUDA graphs are recorded, torch 2.11 takes an operator on the CPU that reads
-scalars alone for one that runs on the GPU, so that what reads it stays on the CPU: each call waits for copies, and
-nothing is recorded.
+Inductor has it computed on the GPU, and where CUDA graphs are recorded, also numbers on the CPU that come in. There:
+
+- torch 2.11 takes an operator on the CPU that reads numbers alone for one that runs on the GPU, so that what reads it
+  stays on the CPU: each call waits for copies, and nothing is recorded.
+- What a program returns, or its backward reads, is moved, too: it gets a tensor on another device than in eager.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
+from torch import Tensor
 from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
-from torch.fx import Node
+from torch._inductor.utils import get_gpu_type
+from torch.fx import Graph, Node
+from torch.utils._ordered_set import OrderedSet
 
 from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11", fixed="2.12", issue="https://github.com/pytorch/pytorch/pull/176164")
+OUTPUTS_NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/197088")
 
 
 def _on_the_device(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node], bool]:
@@ -26,9 +33,61 @@ def _on_the_device(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node
     return asked
 
 
+def _not_an_output(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node], bool]:
+    """Whether what a node reads stays; so does what is returned on the CPU, but for an input of which a copy moves."""
+
+    def stays(self: Any, node: Node) -> bool:
+        return original(self, node) or (node.op == "output" and any(map(returned, node.all_input_nodes)))
+
+    def returned(value: Node) -> bool:
+        tensor = value.meta.get("val")
+        on_cpu = getattr(getattr(tensor, "device", None), "type", "") == "cpu"
+        return on_cpu and (NEEDED.here or value.op != "placeholder")  # torch 2.11 returns the copy
+
+    return stays
+
+
 _READS: Final = Exchange(ConstructorMoverPass, "all_inputs_are_cpu_scalar_or_on_target_device", _on_the_device)
+_STAYS: Final = Exchange(ConstructorMoverPass, "cannot_be_moved", _not_an_output)
 
 
-def constructors_moved() -> AbstractContextManager[None]:
-    """Inside, what Inductor can move to the GPU is moved there."""
-    return NEEDED.exchanging(_READS)
+@contextmanager
+def constructors_moved() -> Generator[None]:
+    """Inside, what Inductor can move to the GPU is moved there, and what is returned is where the program has it."""
+    with NEEDED.exchanging(_READS), OUTPUTS_NEEDED.exchanging(_STAYS):
+        yield
+
+
+class _BeforeTheSplit(ConstructorMoverPass):
+    """Torch's pass over a joint graph, of which the operators, and so their devices, are known from here on."""
+
+    def cannot_be_moved(self, node: Node) -> bool:
+        """Whether what a node reads stays; also where the node names the CPU itself."""
+        named = not self.is_on_target_device(node) and node.kwargs.get("device") is not None
+        return named or super().cannot_be_moved(node)
+
+    def find_movable_constructors(self, graph: Graph, constructors: list[Node]) -> OrderedSet[Node]:
+        """Those that give the same numbers on each device."""
+        drawn = torch.Tag.nondeterministic_seeded
+        return super().find_movable_constructors(graph, [c for c in constructors if drawn not in c.target.tags])  # type: ignore[union-attr]
+
+
+def move_constructors(graph: Graph, target: str | None = None) -> None:
+    """Have a joint graph compute on the GPU what it computes from constants on the CPU, and reads on the GPU alone.
+
+    Inductor does so with the forward and the backward, where what is saved between them has its device already.
+
+    Args:
+        graph: a joint graph of ATen's operators, with fake tensors; it is changed.
+        target: the type of the device; None is Inductor's GPU.
+    """
+    before = {node: node.kwargs.get("device") for node in graph.nodes}
+    _BeforeTheSplit(target or get_gpu_type())(graph)
+    moved = {node: node.kwargs["device"] for node in graph.nodes if node.kwargs.get("device") != before[node]}
+    for node in graph.nodes if moved else ():
+        value = node.meta.get("val")
+        device = moved.get(node) or next((moved[read] for read in node.all_input_nodes if read in moved), None)
+        if device is not None and isinstance(value, Tensor) and value.device.type == "cpu":
+            moved[node] = device
+            with value.fake_mode if hasattr(value, "fake_mode") else torch.no_grad():
+                node.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
