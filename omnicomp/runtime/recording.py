@@ -312,6 +312,8 @@ class Recording:
         if recorder is not self._recorder:
             self._recorder = recorder
             self._functions.clear()
+            for sizes in self._sizes.values():
+                sizes.copies = PoolCopies()
         return recorder
 
     def _can_follow(self, recorder: Recorder, inputs: list[Any]) -> bool:

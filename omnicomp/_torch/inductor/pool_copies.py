@@ -13,17 +13,19 @@ _ALLOCATE: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "cpu": _guards._empty_strided_cpu,
 }
 
+_PLANS: Final = 128
+
 
 class PoolCopies:
     """Makes the copies for the calls of one graph with one combination of sizes.
 
-    What lies where it did in the call before has the same layout, and it is known what to copy.
+    What lies where it did in an earlier call has the same layout, and it is known what to copy. Layers that share a
+    graph have a recording each, whose outputs lie elsewhere.
     """
 
     def __init__(self) -> None:
         """Begin without any knowledge of the outputs."""
-        self._places: list[int] = []
-        self._plan: _Plan | None = None
+        self._plans: dict[tuple[int, ...], _Plan] = {}
 
     def copy_out(self, outputs: list[Any], visible: Iterable[int], owns: Callable[[int], bool]) -> int:
         """Put copies in the place of outputs that lie in the pool; what shares memory goes on sharing it.
@@ -37,22 +39,28 @@ class PoolCopies:
             The bytes that were copied.
         """
         tensors = [(index, outputs[index]) for index in visible if isinstance(outputs[index], torch.Tensor)]
-        places = [value.data_ptr() for _, value in tensors]
-        if self._plan is None or places != self._places:
-            self._places, self._plan = places, _Plan(tensors, owns)
+        places = tuple(value.data_ptr() for _, value in tensors)
+        plan = self._plans.get(places)
+        if plan is None or any(owns(outputs[index].untyped_storage().data_ptr()) for index in plan.outside):
+            if len(self._plans) >= _PLANS:  # what is not in the pool may lie elsewhere in each call
+                self._plans.clear()
+            plan = self._plans[places] = _Plan(tensors, owns)
         with torch.no_grad():
-            return self._plan.copy(outputs)
+            return plan.copy(outputs)
 
 
 class _Plan:
     """What of some outputs is copied, and how."""
 
     def __init__(self, tensors: Sequence[tuple[int, torch.Tensor]], owns: Callable[[int], bool]) -> None:
+        self.outside: list[int] = []  # outputs that are not in the pool
         pooled: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index, value in tensors:
             address = value.untyped_storage().data_ptr()
             if owns(address):
                 pooled.setdefault(address, []).append((index, value))
+            else:
+                self.outside.append(index)
         self._size = 0
         self._shared: list[list[int]] = []  # outputs that are parts of one storage each
         # By dtype: outputs that are all of their storage, and the layouts of their copies.
