@@ -781,6 +781,36 @@ def work_of_the_host_between(compile: Compile) -> list[Any]:
     return found
 
 
+@program()
+def indices_from_the_host_that_a_backward_reads(compile: Compile) -> list[Any]:
+    table, x = draw(16, 8, grad=True), draw(16, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(4)
+        indices = (places[:, None] * 4 + places[None, :]).flatten()
+        indices[0] = 3  # as Beit's class token
+        return (table[indices].sin() * x).cos()
+
+    run, found = compile(function), []
+    for _ in range(CALLS):
+        table.grad = None
+        run(x).sum().backward()
+        assert table.grad is not None
+        found.append(table.grad.clone())
+    return found
+
+
+@program(recorded=False)
+def results_on_the_host(compile: Compile) -> list[Any]:
+    def function(x: torch.Tensor, scale: torch.Tensor) -> Any:
+        places = torch.arange(8)
+        return x[places] * 2, places + 1, x.new_zeros((2, 3), device="cpu"), x * scale, scale
+
+    run, scale = compile(function), torch.tensor(3.0)
+    with torch.no_grad():
+        return [run(draw(8, 8), scale) for _ in range(CALLS)]
+
+
 @torch.library.custom_op("omni_test::waits", mutates_args=())
 def waits(x: torch.Tensor) -> torch.Tensor:
     """An operator that waits for the device."""
