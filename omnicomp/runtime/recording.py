@@ -11,8 +11,8 @@ may begin slowly. Both ways give the same values, and each call is made once.
 A call takes as long as the device or the host, whichever is busy for longer. What the host does between the calls is
 not seen in them: where the device has begun with a call before the host is through with it, the program may wait for
 the host all the time, and a replay need only save the host's time. The device begins with a replay when all of it is
-prepared, and with a plain call at the first kernel. So a replay may take longer there from begin to end, if calls follow
-each other faster.
+prepared, and with a plain call at the first kernel. So a replay may take longer there from begin to end, if calls
+follow each other faster.
 """
 
 import dataclasses

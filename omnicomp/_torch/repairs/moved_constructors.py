@@ -8,7 +8,7 @@ Inductor has it computed on the GPU, and where CUDA graphs are recorded, also nu
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -89,5 +89,5 @@ def move_constructors(graph: Graph, target: str | None = None) -> None:
         device = moved.get(node) or next((moved[read] for read in node.all_input_nodes if read in moved), None)
         if device is not None and isinstance(value, Tensor) and value.device.type == "cpu":
             moved[node] = device
-            with value.fake_mode if hasattr(value, "fake_mode") else torch.no_grad():
+            with getattr(value, "fake_mode", None) or nullcontext():
                 node.meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
