@@ -5,6 +5,8 @@ Inductor has it computed on the GPU, and where CUDA graphs are recorded, also nu
 - torch 2.11 takes an operator on the CPU that reads numbers alone for one that runs on the GPU, so that what reads it
   stays on the CPU: each call waits for copies, and nothing is recorded.
 - What a program returns, or its backward reads, is moved, too: it gets a tensor on another device than in eager.
+
+And wherever it is moved: random numbers are those of the GPU's generator, also with `fallback_random`.
 """
 
 from collections.abc import Callable, Generator
@@ -13,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
 from torch._inductor.utils import get_gpu_type
 from torch.fx import Graph, Node
@@ -22,6 +25,9 @@ from omnicomp._torch.repairs.needed import Exchange, Needed
 
 NEEDED: Final = Needed(first="2.11", fixed="2.12", issue="https://github.com/pytorch/pytorch/pull/176164")
 OUTPUTS_NEEDED: Final = Needed(first="2.11", issue="https://github.com/pytorch/pytorch/issues/197088")
+DRAWN_NEEDED: Final = Needed(first="2.11", fixed="2.13", issue="https://github.com/pytorch/pytorch/issues/151734")
+
+_Find = Callable[[Any, Graph, list[Node]], OrderedSet[Node]]
 
 
 def _on_the_device(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node], bool]:
@@ -47,14 +53,29 @@ def _not_an_output(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node
     return stays
 
 
+def _but_random(original: _Find) -> _Find:
+    """The constructors that can be moved, of those that give the same numbers on each device."""
+
+    def find(self: Any, graph: Graph, constructors: list[Node]) -> OrderedSet[Node]:
+        return original(self, graph, _same_everywhere(constructors) if config.fallback_random else constructors)
+
+    return find
+
+
+def _same_everywhere(constructors: list[Node]) -> list[Node]:
+    drawn = torch.Tag.nondeterministic_seeded
+    return [node for node in constructors if drawn not in getattr(node.target, "tags", ())]
+
+
 _READS: Final = Exchange(ConstructorMoverPass, "all_inputs_are_cpu_scalar_or_on_target_device", _on_the_device)
 _STAYS: Final = Exchange(ConstructorMoverPass, "cannot_be_moved", _not_an_output)
+_DRAWN: Final = Exchange(ConstructorMoverPass, "find_movable_constructors", _but_random)
 
 
 @contextmanager
 def constructors_moved() -> Generator[None]:
-    """Inside, what Inductor can move to the GPU is moved there, and what is returned is where the program has it."""
-    with NEEDED.exchanging(_READS), OUTPUTS_NEEDED.exchanging(_STAYS):
+    """Inside, what Inductor can move to the GPU is moved there, and nothing else."""
+    with NEEDED.exchanging(_READS), OUTPUTS_NEEDED.exchanging(_STAYS), DRAWN_NEEDED.exchanging(_DRAWN):
         yield
 
 
@@ -68,8 +89,7 @@ class _BeforeTheSplit(ConstructorMoverPass):
 
     def find_movable_constructors(self, graph: Graph, constructors: list[Node]) -> OrderedSet[Node]:
         """Those that give the same numbers on each device."""
-        drawn = torch.Tag.nondeterministic_seeded
-        return super().find_movable_constructors(graph, [c for c in constructors if drawn not in c.target.tags])  # type: ignore[union-attr]
+        return super().find_movable_constructors(graph, _same_everywhere(constructors))
 
 
 def move_constructors(graph: Graph, target: str | None = None) -> None:

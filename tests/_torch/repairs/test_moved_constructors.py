@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
 from torch.fx import Graph, Node
 
@@ -77,6 +78,16 @@ def test_a_number_that_comes_in_and_is_returned_is_moved_where_its_copy_is_not_r
     with constructors_moved():
         found = mover.find_movable_constructors(graph, [scale])
     assert list(found) == ([scale] if release == "2.13.0" else [])
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_random_numbers_of_the_host_are_drawn_there_if_eagers_are_asked_for(eager: bool) -> None:
+    graph = Made()
+    drawn, zeros = graph.make(aten.randint.default, FIVE, 8, [5], **CPU), graph.zeros()
+    graph.output((graph.read(drawn), graph.read(zeros)))
+    with constructors_moved(), config.patch(fallback_random=eager):
+        ConstructorMoverPass("meta")(graph)
+    assert [device(node) for node in (drawn, zeros)] == ["cpu" if eager else "meta", "meta"]
 
 
 def test_a_joint_graph_has_what_its_backward_reads_moved_with_its_values() -> None:
