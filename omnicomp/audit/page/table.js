@@ -144,9 +144,11 @@ class VirtualTable {
           this.choose(item);
         },
       },
-      this.columns.map((column) =>
-        el("div", { role: "gridcell", class: column.number ? "number" : "" }, column.cell(item)),
-      ),
+      this.columns.map((column) => {
+        const content = column.cell(item);
+        const whole = typeof content === "string" && content ? content : undefined; // the end may be cut off
+        return el("div", { role: "gridcell", class: column.number ? "number" : "", title: whole }, content);
+      }),
     );
     node.style.gridTemplateColumns = this.template;
     node.style.transform = `translateY(${index * LINE}px)`;

@@ -110,6 +110,7 @@ def test_a_region_that_is_built_once_is_named_where_the_text_names_it(browser: P
     browser.resize(1300, 900)
     browser.open(tmp_path / "regions.html")
     assert "model.layers (61 operators): built once, called 4 times" in browser.text("#panel .vrow")
+    assert browser.count('#panel .vrow [title*="built once, called 4 times"]') == 1  # whose end may be cut off
     browser.run("document.querySelector('#panel .vrow').click()")
     assert "built once, called 4 times" in browser.text("[role=dialog], dialog, aside")
 
