@@ -13,6 +13,8 @@ from omnicomp._torch.autograd.attention import SDPA, is_static, kernel_first
 
 # Rows and columns of a tile of cuDNN's backward on Hopper.
 _TILE: Final = 128
+# Heads of keys from which its kernel is not known to be wrong on a B200.
+_HEADS: Final = 8
 # An H200 took 0.13 ms for Swin's 49 keys on the memory-efficient kernel, and 0.43 ms on cuDNN's.
 _FEW_KEYS: Final = 64
 
@@ -26,23 +28,26 @@ def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *,
         dtype: that the attention will compute in.
         training: whether there will be a backward.
     """
-    if training and has_wrong_backward(query, key, dtype):
+    if cudnn_is_wrong(query, key, dtype, training=training):
         return False
     return _may_take_cudnn(query, key, dtype) and key.shape[2] > _FEW_KEYS
 
 
-def has_wrong_backward(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's backward may return NaN: on Hopper, for lengths that its tiles don't divide.
+def cudnn_is_wrong(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, training: bool) -> bool:
+    """Whether cuDNN's kernel is known to return wrong numbers; arguments as above, a symbolic length may be any.
 
-    Seen with a mask (https://github.com/pytorch/pytorch/issues/196678), and for a single query without one
-    (https://github.com/NVIDIA/cudnn-frontend/issues/1072), where scores are far below zero. Arguments as above; a
-    symbolic length may be any.
+    On Hopper its backward may return NaN for lengths that its tiles don't divide: with a mask
+    (https://github.com/pytorch/pytorch/issues/196678), and for a single query without one, where scores are far below
+    zero (https://github.com/NVIDIA/cudnn-frontend/issues/1072). On a B200, models with fewer than eight heads of keys
+    generate nonsense with it, and with no other kernel (https://github.com/pytorch/pytorch/issues/193893).
     """
     if query.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.cuda.get_device_capability(query.device)[0] != 9:
-        return False
-    return not all(is_static(size) and size % _TILE == 0 for size in (query.shape[2], key.shape[2]))
+    generation = torch.cuda.get_device_capability(query.device)[0]
+    if generation == 10:
+        return not (is_static(key.shape[1]) and key.shape[1] >= _HEADS)
+    divided = all(is_static(size) and size % _TILE == 0 for size in (query.shape[2], key.shape[2]))
+    return training and generation == 9 and not divided
 
 
 def avoids_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from omnicomp.passes.attention.filled import LAST_KEY, cut, is_prefix, keys_seen
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, hides, mask_key, read_masking
-from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, has_wrong_backward, prefers_cudnn
+from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, cudnn_is_wrong, prefers_cudnn
 from omnicomp.passes.attention.sdpa import Parts, Variant, beside_sink, finish, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import FIXED_SIZES, Fill, MatchEnded, Site
@@ -422,7 +422,7 @@ def _decided(
         return "flash", taken("flash"), None  # which the CPU has; under autocast, torch's function rounds the mask
     rule = ""
     training = bool(site.fake().requires_grad)
-    wrong = training and has_wrong_backward(query, key, dtype)
+    wrong = cudnn_is_wrong(query, key, dtype, training=training)
     if "scale" in kwargs:
         if wrong and "cudnn" in usual:
             rule = next((name for name in ("flash", "efficient") if name in taken(name)), "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from omnicomp.passes.attention.pinned import has_wrong_backward, prefers_cudnn
+from omnicomp.passes.attention.pinned import cudnn_is_wrong, prefers_cudnn
 
 HALF = torch.bfloat16
 
@@ -16,9 +16,24 @@ def test_cudnn_has_no_backward_on_hopper_beside_its_tiles(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with FakeTensorMode():
-        query, key = (torch.empty(2, 4, size, 64, device="cuda", dtype=HALF) for size in (queries, keys))
+        query, key = (torch.empty(2, 8, size, 64, device="cuda", dtype=HALF) for size in (queries, keys))
         wrong = capability[0] == 9 and (queries % 128 != 0 or keys % 128 != 0)
-        assert has_wrong_backward(query, key, HALF) == wrong
+        assert cudnn_is_wrong(query, key, HALF, training=True) == wrong
+        assert not cudnn_is_wrong(query, key, HALF, training=False)
         assert prefers_cudnn(query, key, HALF, training=True) != wrong
         assert prefers_cudnn(query, key, HALF, training=False)
-        assert not has_wrong_backward(query, key, torch.float32)
+        assert not cudnn_is_wrong(query, key, torch.float32, training=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "wrong"), [((10, 0), 4, True), ((10, 0), 8, False), ((9, 0), 4, False)]
+)
+def test_cudnn_is_not_taken_for_few_heads_of_keys_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], heads: int, wrong: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with FakeTensorMode():
+        query = torch.empty(2, 32, 512, 64, device="cuda", dtype=HALF)
+        key = torch.empty(2, heads, 512, 64, device="cuda", dtype=HALF)
+        assert cudnn_is_wrong(query, key, HALF, training=False) == wrong
+        assert prefers_cudnn(query, key, HALF, training=False) != wrong
