@@ -49,7 +49,7 @@ _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
 _NODES: Final = 64  # warm-ups and recordings of one of them; layers that share a graph take one recording each
 _STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
 _UNSTABLE: Final = 16  # further warm-ups and recordings, after which replays must be in the majority
-_ATTEMPTS: Final = 2  # at that; recordings move while the graphs around are recorded, or not any longer
+_ATTEMPTS: Final = 2  # at that, as inputs move in the pool while other graphs are still measured
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
 
 

@@ -40,7 +40,10 @@ def _on_the_device(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node
 
 
 def _not_an_output(original: Callable[[Any, Node], bool]) -> Callable[[Any, Node], bool]:
-    """Whether what a node reads stays; so does what is returned on the CPU, but for an input of which a copy moves."""
+    """Whether what a node reads cannot be moved, also where the node returns a tensor on the CPU.
+
+    An input may be returned, as torch moves a copy of it; but torch 2.11 returns the copy.
+    """
 
     def stays(self: Any, node: Node) -> bool:
         return original(self, node) or (node.op == "output" and any(map(returned, node.all_input_nodes)))
@@ -79,8 +82,8 @@ def constructors_moved() -> Generator[None]:
         yield
 
 
-class _BeforeTheSplit(ConstructorMoverPass):
-    """Torch's pass over a joint graph, of which the operators, and so their devices, are known from here on."""
+class _JointGraphMover(ConstructorMoverPass):
+    """Torch's pass for a joint graph, whose outputs stay, and whose operators may name the CPU."""
 
     def cannot_be_moved(self, node: Node) -> bool:
         """Whether what a node reads stays; also where the node names the CPU itself."""
@@ -93,16 +96,16 @@ class _BeforeTheSplit(ConstructorMoverPass):
 
 
 def move_constructors(graph: Graph, target: str | None = None) -> None:
-    """Have a joint graph compute on the GPU what it computes from constants on the CPU, and reads on the GPU alone.
+    """Have a joint graph compute on the GPU what it computes from constants on the CPU and reads only on the GPU.
 
-    Inductor does so with the forward and the backward, where what is saved between them has its device already.
+    Inductor does so in the forward and in the backward, once the devices of what is saved between them are settled.
 
     Args:
         graph: a joint graph of ATen's operators, with fake tensors; it is changed.
         target: the type of the device; None is Inductor's GPU.
     """
     before = {node: node.kwargs.get("device") for node in graph.nodes}
-    _BeforeTheSplit(target or get_gpu_type())(graph)
+    _JointGraphMover(target or get_gpu_type())(graph)
     moved = {node: node.kwargs["device"] for node in graph.nodes if node.kwargs.get("device") != before[node]}
     for node in graph.nodes if moved else ():
         value = node.meta.get("val")
