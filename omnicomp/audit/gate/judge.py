@@ -115,11 +115,11 @@ def _items(audit: Report) -> Iterator[_Item]:
     eager = {(graph.id, part.name): _Eager(part.subgraphs) for graph in audit.graphs for part in graph.parts}
     rows = {row.id: row for row in audit.subgraphs}
     fallbacks = audit.fallbacks
-    placed = {(fallback.graph, fallback.part) for fallback in fallbacks if fallback.node}
+    placed = {(fallback.graph, fallback.part) for fallback in fallbacks if not fallback.subgraph}
     fallen = {fallback.subgraph for fallback in fallbacks if fallback.subgraph}
     for fallback in fallbacks:
         graph, part = graphs[fallback.graph], (fallback.graph, fallback.part)
-        if fallback.node:
+        if not fallback.subgraph:
             # Where its graph retreated as a whole, that counts. A function that Dynamo compiles no more has no part.
             own = eager.get(part, _Eager(()))
             if not own.given_up:

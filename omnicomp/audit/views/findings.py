@@ -122,8 +122,8 @@ def _all(audit: Report) -> Iterator[Finding]:
     for fallback in audit.fallbacks:
         names = fallback.op.split(", ")
         op = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-        what = op if fallback.node else f"{fallback.subgraph} ({op})" if op else fallback.subgraph
-        id = f"{fallback.graph}.{fallback.part}:{fallback.node}" if fallback.node else fallback.subgraph
+        what = f"{fallback.subgraph} ({op})" if fallback.subgraph and op else fallback.subgraph or op
+        id = fallback.subgraph or f"{fallback.graph}.{fallback.part}:{fallback.node}"
         place = {"graph": fallback.graph, "source": fallback.source, "module": fallback.module, "id": id}
         yield _one("fallback", f"{what} on eager", fallback.reasons, lowering="eager", **place)
     for file in audit.artefacts:

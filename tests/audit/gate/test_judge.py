@@ -91,6 +91,13 @@ def test_a_refused_node_counts_once_with_the_share_of_its_subgraph() -> None:
     ]
 
 
+def test_a_refused_node_without_a_name_counts_too() -> None:
+    """A report that another program wrote may lack it."""
+    verdict = judged(placed(node("", "aten.foo.default")))
+    assert verdict.nodes == 1
+    assert verdict.fallen[0].ops == {"aten.foo.default": 1}
+
+
 @pytest.mark.parametrize(
     ("fields", "over"),
     [
