@@ -205,6 +205,21 @@ def submodules(module: GraphModule) -> Iterator[GraphModule]:
                 yield child
 
 
+def erase_unused(graph: torch.fx.Graph, may_erase: Callable[[Node], bool]) -> None:
+    """Erase the nodes that nobody reads, of this graph alone.
+
+    `Graph.eliminate_dead_code` goes on in the graphs that higher-order operators call, without `is_impure_node`, and takes
+    each method for pure there: it erases `x.add_(y)` from the backward of an `autograd.Function`.
+
+    Args:
+        graph: of any operators.
+        may_erase: whether a node has no effect but its value; asked of those without a user.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and may_erase(node):
+            graph.erase_node(node)
+
+
 def fake_value(node: Any) -> Any:
     """The fake tensor or symbolic number of a node, before or after autograd; other values as they are."""
     if not isinstance(node, Node):

@@ -417,6 +417,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
     certified = context.certify != "off" and (item.checked or strict)
     old = copy_module(region, lazy=True) if strict or certified else None
     before = old if strict else None
+    called = list(zip(_regions(region), _regions(old), strict=True))[:-1] if old is not None else []
     result: Any = item.run(region, context)
     if not isinstance(result, PassResult):
         raise PassError(f"the pass {item.name!r} returned {type(result).__name__}; return PassResult(module, modified)")
@@ -442,6 +443,12 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
             _verify(item, region, outputs, before, context)
         if certified and old is not None:
             _certify(item, region, old, context, now, strict=strict)
+    # A pass is given the graphs that this one calls by themselves. `Graph.eliminate_dead_code` goes on in them all the same.
+    for inner, was in called if certified and (really or strict) else ():
+        now = _fingerprint(inner)
+        if now != _fingerprint(was):
+            inner.recompile()
+            _certify(item, inner, was, context, now, strict=strict)
     return really
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.devices.timer import DeviceTimer, measurable, versions
 from omnicomp._torch.dynamo.late_compile import is_subclass
+from omnicomp._torch.fx import erase_unused
 from omnicomp._torch.inductor import triton_ops
 from omnicomp._torch.inductor.store import key_of
 from omnicomp._torch.inductor.triton_ops import Buffer, Launch, Plan
@@ -277,7 +278,7 @@ class FewRows(Pass):
                 target, times = str(LINEARS.name()), call.timed and call.timed.times
                 context.rewrite(self.name, "linear", node, target=target, detail=detail, timed=times)
         if made:
-            module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node))
+            erase_unused(module.graph, is_pure)
         return PassResult(module, bool(made))
 
     def _replaced(self, layers: Sequence["_Layer"], budget: Budget) -> "_Call | None":

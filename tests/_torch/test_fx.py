@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from omnicomp._torch.fx import copy_module, forget_tensors, read_attributes
+from omnicomp._torch.fx import copy_module, erase_unused, forget_tensors, read_attributes
 
 
 @pytest.fixture
@@ -99,3 +99,19 @@ def test_operators_of_attributes_become_attributes() -> None:
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [getattr]
     x = torch.randn(2, 3)
     torch.testing.assert_close(module(x), x.mT)
+
+
+def test_what_nobody_reads_is_erased_from_one_graph_alone() -> None:
+    inner = torch.fx.symbolic_trace(lambda x: [x.add_(1), x][1])
+    root = torch.nn.Module()
+    root.body = inner
+    graph = torch.fx.Graph()
+    x, body = graph.placeholder("x"), graph.get_attr("body")
+    graph.call_method("sin", (graph.call_method("cos", (x,)),))
+    graph.call_method("sin_", (x,))
+    graph.output(graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "body", x)))
+    module = GraphModule(root, graph)
+    erase_unused(graph, lambda node: node.op == "call_method" and not str(node.target).endswith("_"))
+    assert [str(node.target) for node in graph.find_nodes(op="call_method", target="sin_")] == ["sin_"]
+    assert not any(node.target in ("sin", "cos") for node in graph.nodes)
+    assert [node.target for node in cast("GraphModule", module.body).graph.nodes if node.op == "call_method"] == ["add_"]

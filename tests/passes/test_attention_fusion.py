@@ -680,3 +680,51 @@ def test_a_query_without_dimensions_beside_its_features():
     q, k, v = torch.randn(4), torch.randn(5, 4), torch.randn(5, 3)
     backend = fuse(lambda q, k, v: torch.softmax(q @ k.T, 0) @ v, q, k, v)
     assert len(backend.of(NearMiss)) + len(backend.of(Rewrite)) == 1
+
+
+class DoubledWithAWrite(torch.autograd.Function):
+    """Its gradient is made in place, by a method whose result nobody reads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (x,) = ctx.saved_tensors
+        made = gradients[0] * 2
+        made.add_(x)
+        return made
+
+
+def write_by_views(x):
+    made = x * 1
+    made[0].mul_(3)
+    made.select(0, 1).add_(5)
+    return made.sin()
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        DoubledWithAWrite.apply,
+        lambda x: torch.utils.checkpoint.checkpoint(write_by_views, x, use_reentrant=False),
+    ],
+    ids=["autograd_function", "checkpoint"],
+)
+def test_writes_in_graphs_that_the_graph_calls_stay_where_attention_is_fused(before):
+    def function(x):
+        y = before(x)
+        return (y @ y.mT).softmax(-1) @ y
+
+    x = torch.randn(2, 3, 6, 16)
+    results = []
+    backend = Backend()
+    for each in (function, compiled(function, backend)):
+        given = x.clone().requires_grad_()
+        value = each(given)
+        value.square().sum().backward()
+        results.append((value.detach(), given.grad))
+    assert len(backend.attentions()) == 1
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-3)

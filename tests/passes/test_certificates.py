@@ -63,6 +63,21 @@ class Unscaled(Pass):
         return PassResult(module, True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Careless(Pass):
+    """Erases what nobody reads, also in the graphs that the graph calls, where a method that writes looks like that."""
+
+    name: ClassVar[str] = "careless"
+
+    def applies(self, module, context: PassContext) -> bool:
+        return module is context.root
+
+    def run(self, module, context: PassContext) -> PassResult:
+        for node in module.graph.find_nodes(op="call_function", target=operator.mul):
+            node.target = torch.mul
+        return PassResult(module, module.graph.eliminate_dead_code())
+
+
 def function(x):
     return ((x.exp() * 2).sin() * 2).cos() * 3
 
@@ -114,6 +129,29 @@ def test_a_wrong_rewrite_that_cannot_be_told_from_the_rest_costs_the_pass():
     (graph,) = omnicomp.audit().graphs
     (retreat,) = graph.retreats
     assert (retreat.reason.code, retreat.reason.by) == ("not_certified", "doubling")
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_what_a_pass_does_to_graphs_that_the_graph_calls_is_checked(writes: bool):
+    def body(x):
+        y = x * 2
+        y.exp()
+        if writes:
+            y.select(0, 0).add_(5)
+        return y
+
+    def function(x):
+        y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False) * 3
+        y.exp()
+        return y
+
+    options = {"lowerings": ["eager"], "passes": [Careless()], "disable_passes": ["attention_fusion"]}
+    x = torch.randn(2, 4, requires_grad=True)
+    result = torch.compile(function, backend="omni", options=options)(x)
+    torch.testing.assert_close(result, function(x))
+    (graph,) = omnicomp.audit().graphs
+    assert [retreat.reason.by for retreat in graph.retreats] == ["careless"] * writes
+    assert any(event.verdict == certify.REFUTED for event in certified()) == writes
 
 
 def test_the_next_compilation_checks_nothing(monkeypatch: pytest.MonkeyPatch):

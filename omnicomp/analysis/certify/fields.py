@@ -22,7 +22,6 @@ TOWERS: Final = len(_LOWEST)
 PRIMES: Final = tuple(prime for low in _LOWEST for prime in (low, 2 * low + 1, 4 * low + 3))
 COUNT: Final = len(PRIMES)
 SMALLEST: Final = min(PRIMES)
-_SQUARES: Final = (2, 3, 5, 7, 11, 13)
 # 4 has the order q, as it is a square.
 _GENERATOR: Final = 4
 _BITS: Final = 31

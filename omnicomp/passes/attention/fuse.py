@@ -14,6 +14,7 @@ from typing import Final
 
 from torch.fx import GraphModule, Node
 
+from omnicomp._torch.fx import erase_unused
 from omnicomp.analysis.nodes import op_name, source_line
 from omnicomp.options.dtype_policy import DtypePolicy
 from omnicomp.passes.attention.calls import calls, read_call
@@ -103,7 +104,7 @@ class Fusion:
             context.rewrite(self.name, "attention", node, target=kind(node), detail=detail, kept=True)
         if modified:
             # Parts of masks that were hoisted for a site, and read by none in the end.
-            module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node))
+            erase_unused(module.graph, is_pure)
         return modified
 
     def _multi_heads(self, session: Session, differentiated: set[Node]) -> bool:
