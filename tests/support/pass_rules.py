@@ -274,6 +274,21 @@ def filled(empty: int = 0, through: Function = lambda q: q, unseen: int = 2) -> 
     return run
 
 
+def switched(kept: bool) -> Function:
+    """Attention that an input hides as a whole where it is odd.
+
+    Args:
+        kept: whether queries get a gradient where nothing is seen.
+    """
+
+    def run(q: Any, k: Any, v: Any, switch: Any) -> Any:
+        hidden = (switch % 2 == 1)[:, None, None]
+        scores = (q if kept else q.masked_fill(hidden, 0.0)) @ k.mT / q.shape[-1] ** 0.5
+        return (scores + torch.where(hidden, -1e30, 0.0)).softmax(-1) @ v
+
+    return run
+
+
 _DRAWS: dict[str, Function] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "integers": lambda x: torch.randint(0, 5, (x.shape[-1],)),
@@ -942,6 +957,8 @@ complement: ~x -> -x - 1
 == x: 8x8 int8
 wraps: (x + 1) - 1 -> x * 1
 doubling: x + x -> x * 2
+== qkvm: 1x6x8 1x6x8 1x6x8 1:int64 grad finite_inputs fill_hides
+lost gradient where an input hides all: switched(True)(q, k, v, m) -> switched(False)(q, k, v, m)
 == xy: 8x8 8x8 bfloat16
 product by float: x * y -> (x.float() * y.float()).bfloat16()
 sum by float: x + y -> (x.float() + y.float()).bfloat16()
