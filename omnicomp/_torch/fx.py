@@ -208,8 +208,8 @@ def submodules(module: GraphModule) -> Iterator[GraphModule]:
 def erase_unused(graph: torch.fx.Graph, may_erase: Callable[[Node], bool]) -> None:
     """Erase the nodes that nobody reads, of this graph alone.
 
-    `Graph.eliminate_dead_code` goes on in the graphs that higher-order operators call, without `is_impure_node`, and takes
-    each method for pure there: it erases `x.add_(y)` from the backward of an `autograd.Function`.
+    `Graph.eliminate_dead_code` goes on in the graphs that higher-order operators call, without `is_impure_node`, and
+    takes each method for pure there: it erases `x.add_(y)` from the backward of an `autograd.Function`.
 
     Args:
         graph: of any operators.

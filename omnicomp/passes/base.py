@@ -443,7 +443,7 @@ def _run_on_region(item: Pass, region: GraphModule, context: PassContext, *, che
             _verify(item, region, outputs, before, context)
         if certified and old is not None:
             _certify(item, region, old, context, now, strict=strict)
-    # A pass is given the graphs that this one calls by themselves. `Graph.eliminate_dead_code` goes on in them all the same.
+    # A pass is given the graphs that this one calls by themselves; `Graph.eliminate_dead_code` goes on in them anyway.
     for inner, was in called if certified and (really or strict) else ():
         now = _fingerprint(inner)
         if now != _fingerprint(was):

@@ -106,12 +106,13 @@ def test_what_nobody_reads_is_erased_from_one_graph_alone() -> None:
     root = torch.nn.Module()
     root.body = inner
     graph = torch.fx.Graph()
-    x, body = graph.placeholder("x"), graph.get_attr("body")
+    x, called = graph.placeholder("x"), graph.get_attr("body")
     graph.call_method("sin", (graph.call_method("cos", (x,)),))
     graph.call_method("sin_", (x,))
-    graph.output(graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "body", x)))
+    graph.output(graph.call_function(torch.ops.higher_order.invoke_subgraph, (called, "body", x)))
     module = GraphModule(root, graph)
     erase_unused(graph, lambda node: node.op == "call_method" and not str(node.target).endswith("_"))
     assert [str(node.target) for node in graph.find_nodes(op="call_method", target="sin_")] == ["sin_"]
     assert not any(node.target in ("sin", "cos") for node in graph.nodes)
-    assert [node.target for node in cast("GraphModule", module.body).graph.nodes if node.op == "call_method"] == ["add_"]
+    body = cast("GraphModule", module.body)
+    assert [node.target for node in body.graph.find_nodes(op="call_method", target="add_")] == ["add_"]
