@@ -16,6 +16,8 @@ from typing import Final
 
 import torch
 
+from omnicomp._torch.autograd.run_in_precision import on_real_tensors
+
 _LOWEST: Final = (529609079, 516155639, 513152639)
 LEVELS: Final = 3
 TOWERS: Final = len(_LOWEST)
@@ -27,8 +29,8 @@ _GENERATOR: Final = 4
 _BITS: Final = 31
 _WINDOW: Final = 8
 
-_MODULI: Final = torch.tensor(PRIMES)
-_ORDERS: Final = torch.tensor([0 if index % LEVELS == 0 else PRIMES[index - 1] for index in range(COUNT)])
+with on_real_tensors():  # a compilation may be the first to import this, with fake tensors
+    _MODULI: Final = torch.tensor(PRIMES)
 
 
 def moduli(dims: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -424,3 +425,14 @@ def test_windows_of_an_image_have_small_sizes_whose_products_fit(order: tuple[in
     large = torch.zeros(1, 1, 1).expand(2048, 49, 32), torch.zeros(49, 49)
     found = compared(before, after, *large)
     assert found.verdict == (certify.PROVED if right else certify.REFUTED), found
+
+
+def test_its_tables_are_real_where_a_compilation_with_fake_tensors_is_the_first_to_import_it() -> None:
+    program = """
+import torch
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode():
+    from omnicomp.analysis.certify import fields
+print(type(fields.moduli(1)) is torch.Tensor)
+"""
+    assert python("-c", program, check=True).stdout.split() == ["True"]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from omnicomp._torch.autograd.decompose import decompositions_of
+from omnicomp._torch.autograd.run_in_precision import on_real_tensors
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.errors import EngineError
 from omnicomp.lowerings.engines.base import Engine, EngineExecutable, RunOptions, Session
@@ -110,7 +111,8 @@ def loaded(data: bytes, subgraph: Subgraph) -> OnnxRuntimeExecutable:
 
 
 # Where an empty tensor is: nothing is read or written there, but it is refused where there is no address.
-_EMPTY: Final = torch.zeros(1, dtype=torch.int64)
+with on_real_tensors():  # a compilation may be the first to import this, with fake tensors
+    _EMPTY: Final = torch.zeros(1, dtype=torch.int64)
 
 
 def _address(tensor: torch.Tensor) -> int:
