@@ -30,7 +30,7 @@ _LEAST: Final = (sizes.STRUCTURE, sizes.STRUCTURE + 1)
 _FURTHER: Final = ((sizes.STRUCTURE, 7), (3, 4), (sizes.STRUCTURE, 3), (sizes.STRUCTURE, 2), (64, 65), (256, 257))
 # Relative to the norm: below it float64 does not tell graphs apart that differ in a constant's rounding to float32.
 _SAME: Final = 1e-7
-# So many masks are tried until one leaves most results to compare gradients by.
+# How often inputs are drawn until their masks leave most results to compare gradients by.
 _DRAWS: Final = 4
 _HIDES: Final = -1e4
 _REPEATS: Final = 6
