@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import sympy
 import torch
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def expression(value: Any) -> Any:
@@ -70,6 +71,30 @@ def facts_of(values: Iterable[Any]) -> tuple[dict[str, None], list[str]]:
         seen = value.node.hint if isinstance(value, torch.SymFloat) and value.node.expr == symbol else None
         facts.append(f"{symbol} {environment.var_to_range.get(symbol)} {seen}")
     return {str(symbol): None for symbol in found}, facts
+
+
+def may_guard_multiple(size: torch.SymInt, number: int) -> bool:
+    """Whether a graph can be made for multiples of a number alone, as the size is one in the call it is compiled for.
+
+    Dynamo asks for it in each call, and compiles another graph for other sizes. Not so where a variant is compiled
+    late, where a graph is exported, and for a program that declares its sizes to be dynamic.
+    """
+    if statically_known_true(size % number == 0):
+        return True
+    context, environment = TracingContext.try_get(), size.node.shape_env
+    if context is None or not context.guards_context.dynamo_guards or not size.node.has_hint():
+        return False
+    declared = any(
+        constraint is not None and not constraint.warn_only
+        for tracked in environment.tracked_fakes or ()
+        for constraint in getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+    )
+    return not declared and size.node.hint % number == 0
+
+
+def guard_multiple(size: torch.SymInt, number: int) -> bool:
+    """Add that guard; whether it is in force."""
+    return bool(size % number == 0) and bool(statically_known_true(size % number == 0))
 
 
 def read_number(value: torch.Tensor, *, least: int, most: int) -> int:

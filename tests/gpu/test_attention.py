@@ -509,6 +509,21 @@ def test_changing_lengths_share_a_graph() -> None:
     assert "is_causal" in rewrite.detail
 
 
+def test_lengths_that_cudnn_s_tiles_divide_share_a_graph_in_training() -> None:
+    options = {"speculate": False}
+    compiled = torch.compile(padded, backend="omni", fullgraph=True, dynamic=True, options=options)
+    for length in (512, 640, 1000, 900):
+        arguments = operands(queries=length, keys=length)
+        kept = torch.arange(length, device="cuda") < length - 100
+        given = [*arguments, kept.expand(2, length)]
+        for got, own in zip(results(compiled, given), results(padded, given), strict=True):
+            torch.testing.assert_close(got, own, rtol=5e-2, atol=2e-2)
+    details = [rewrite.detail for rewrite in events(Rewrite)]
+    assert len(details) == 2
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert ["cudnn" in detail for detail in details] == [True, False]
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_call_that_gets_another_kernel_is_zero_where_no_key_is_left(
     training: bool, monkeypatch: pytest.MonkeyPatch

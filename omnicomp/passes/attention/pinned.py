@@ -11,15 +11,17 @@ import torch
 from omnicomp._torch.autograd import sdpa
 from omnicomp._torch.autograd.attention import SDPA, is_static, kernel_first
 
-# Rows and columns of a tile of cuDNN's backward on Hopper.
-_TILE: Final = 128
+TILE: Final = 128
+"""Rows and columns of a tile of cuDNN's backward on Hopper."""
 # Heads of keys from which its kernel is not known to be wrong on a B200.
 _HEADS: Final = 8
 # An H200 took 0.13 ms for Swin's 49 keys on the memory-efficient kernel, and 0.43 ms on cuDNN's.
 _FEW_KEYS: Final = 64
 
 
-def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, training: bool) -> bool:
+def prefers_cudnn(
+    query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, training: bool, tiled: bool = False
+) -> bool:
     """Whether cuDNN's kernel is to be taken if it takes the attention, where nothing was measured.
 
     Args:
@@ -27,14 +29,18 @@ def prefers_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *,
         key: [B, Hkv, K, D].
         dtype: that the attention will compute in.
         training: whether there will be a backward.
+        tiled: whether symbolic lengths are multiples of `TILE`, as the graph is for such lengths alone.
     """
-    if cudnn_is_wrong(query, key, dtype, training=training):
+    if cudnn_is_wrong(query, key, dtype, training=training, tiled=tiled):
         return False
-    return _may_take_cudnn(query, key, dtype) and key.shape[2] > _FEW_KEYS
+    few = is_static(key.shape[2]) and key.shape[2] <= _FEW_KEYS
+    return _may_take_cudnn(query, key, dtype, tiled=tiled) and not few
 
 
-def cudnn_is_wrong(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, training: bool) -> bool:
-    """Whether cuDNN's kernel is known to return wrong numbers; arguments as above, a symbolic length may be any.
+def cudnn_is_wrong(
+    query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, training: bool, tiled: bool = False
+) -> bool:
+    """Whether cuDNN's kernel is known to return wrong numbers; arguments as above.
 
     On Hopper its backward may return NaN for lengths that its tiles don't divide: with a mask
     (https://github.com/pytorch/pytorch/issues/196678), and for a single query without one, where scores are far below
@@ -46,7 +52,8 @@ def cudnn_is_wrong(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *
     generation = torch.cuda.get_device_capability(query.device)[0]
     if generation == 10:
         return not (is_static(key.shape[1]) and key.shape[1] >= _HEADS)
-    divided = all(is_static(size) and size % _TILE == 0 for size in (query.shape[2], key.shape[2]))
+    lengths = (query.shape[2], key.shape[2])
+    divided = all(size % TILE == 0 if is_static(size) else tiled for size in lengths)
     return training and generation == 9 and not divided
 
 
@@ -55,10 +62,10 @@ def avoids_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> 
     return _may_take_cudnn(query, key, dtype) and key.shape[2] <= _FEW_KEYS
 
 
-def _may_take_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
+def _may_take_cudnn(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, tiled: bool = False) -> bool:
     if query.device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if not all(map(is_static, (*query.shape, *key.shape))):
+    if not tiled and not all(map(is_static, (*query.shape, *key.shape))):
         return False
     return torch.cuda.get_device_capability(query.device) >= (9, 0)
 

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from omnicomp._torch.autograd.attention import KERNELS, SDPA, concrete, fused_kernel, hint_of, is_static, known_equal
 from omnicomp._torch.distributed import is_spread, local_attention, placements_of, whole_on_ranks
+from omnicomp._torch.symbols import guard_multiple, may_guard_multiple
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.assume import settle_mask
 from omnicomp.passes.attention.build import UnknownSize
@@ -25,7 +26,7 @@ from omnicomp.passes.attention.filled import LAST_KEY, cut, is_prefix, keys_seen
 from omnicomp.passes.attention.flexible import flex_pays, insert
 from omnicomp.passes.attention.form import Form, dense_form, open_form, positive_scale
 from omnicomp.passes.attention.masking import Masking, hides, mask_key, read_masking
-from omnicomp.passes.attention.pinned import PINNED_ATTENTION, avoids_cudnn, cudnn_is_wrong, prefers_cudnn
+from omnicomp.passes.attention.pinned import PINNED_ATTENTION, TILE, avoids_cudnn, cudnn_is_wrong, prefers_cudnn
 from omnicomp.passes.attention.sdpa import Parts, Variant, beside_sink, finish, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import FIXED_SIZES, Fill, MatchEnded, Site
@@ -409,6 +410,8 @@ def _decided(
     site: Site,
     session: Session,
     unfused: str,
+    *,
+    guards: bool = True,
 ) -> tuple[str, str, Timed | None]:
     query, key, value = map(fake_value, operands)
 
@@ -422,11 +425,13 @@ def _decided(
         return "flash", taken("flash"), None  # which the CPU has; under autocast, torch's function rounds the mask
     rule = ""
     training = bool(site.fake().requires_grad)
-    wrong = cudnn_is_wrong(query, key, dtype, training=training)
+    lengths = [size for size in (query.shape[2], key.shape[2]) if not is_static(size)]
+    tiled = bool(lengths and guards and training) and all(may_guard_multiple(size, TILE) for size in lengths)
+    wrong = cudnn_is_wrong(query, key, dtype, training=training, tiled=tiled)
     if "scale" in kwargs:
         if wrong and "cudnn" in usual:
             rule = next((name for name in ("flash", "efficient") if name in taken(name)), "")
-        elif prefers_cudnn(query, key, dtype, training=training):
+        elif prefers_cudnn(query, key, dtype, training=training, tiled=tiled):
             rule = "cudnn"
         elif "cudnn" in usual and avoids_cudnn(query, key, dtype):
             rule = "efficient"
@@ -442,15 +447,17 @@ def _decided(
     )
     timed = None
     if problem is not None and session.budget.enabled and "scale" in kwargs:
-        fixed = all(map(is_static, (*query.shape, *key.shape)))
+        few = tiled or not lengths if training else all(map(is_static, (*query.shape, *key.shape)))
         order = dict.fromkeys((rule, *(name for name in KERNELS if name in usual), *_ORDER))
         takes = {name: kernel for name in order if (kernel := taken(name)) and name and name in kernel}
-        # cuDNN plans anew for every size.
-        timed = decide(problem, [name for name in takes if name != "cudnn" or (fixed and not wrong)], session.budget)
-    if timed is None:
-        return rule, taken(rule) if rule else usual, None
-    best = "" if timed.best == UNFUSED or timed.best in usual else timed.best
-    return best, taken(best) if best else usual, timed
+        # cuDNN plans anew for every size, which takes 65 to 150 ms on an H200.
+        timed = decide(problem, [name for name in takes if name != "cudnn" or (few and not wrong)], session.budget)
+    best = rule if timed is None else "" if timed.best == UNFUSED or timed.best in usual else timed.best
+    kernel = taken(best) if best else usual
+    unfit = timed is not None and timed.best == UNFUSED
+    if tiled and not unfit and "cudnn" in kernel and not all([guard_multiple(size, TILE) for size in lengths]):
+        return _decided(operands, mask, kwargs, dtype, site, session, unfused, guards=False)
+    return best, kernel, timed
 
 
 def _check_trained_mask(site: Site, made: Parts) -> None:

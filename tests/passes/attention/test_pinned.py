@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from omnicomp.passes.attention.pinned import cudnn_is_wrong, prefers_cudnn
 
@@ -23,6 +24,19 @@ def test_cudnn_has_no_backward_on_hopper_beside_its_tiles(
         assert prefers_cudnn(query, key, HALF, training=True) != wrong
         assert prefers_cudnn(query, key, HALF, training=False)
         assert not cudnn_is_wrong(query, key, torch.float32, training=True)
+
+
+def test_symbolic_lengths_may_be_any_or_multiples_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        length = environment.create_unbacked_symint()
+        query = torch.empty(2, 8, length, 64, device="cuda", dtype=HALF)
+        assert cudnn_is_wrong(query, query, HALF, training=True)
+        assert not prefers_cudnn(query, query, HALF, training=True)
+        assert not cudnn_is_wrong(query, query, HALF, training=True, tiled=True)
+        assert prefers_cudnn(query, query, HALF, training=True, tiled=True)
+    assert not environment.guards
 
 
 @pytest.mark.parametrize(

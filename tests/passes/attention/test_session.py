@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The CPU as a device on which cuDNN's kernel is preferred: the dtypes that this was asked for."""
     dtypes: list[torch.dtype] = []
 
-    def prefers(query: Tensor, key: Tensor, dtype: torch.dtype, *, training: bool) -> bool:
+    def prefers(query: Tensor, key: Tensor, dtype: torch.dtype, *, training: bool, tiled: bool = False) -> bool:
         dtypes.append(dtype)
         return dtype in (torch.bfloat16, torch.float16)
 
