@@ -82,7 +82,7 @@ def may_guard_multiple(size: torch.SymInt, number: int) -> bool:
     if statically_known_true(size % number == 0):
         return True
     context, environment = TracingContext.try_get(), size.node.shape_env
-    if context is None or not context.guards_context.dynamo_guards or not size.node.has_hint():
+    if context is None or not context.guards_context.dynamo_guards or environment.frozen or not size.node.has_hint():
         return False
     declared = any(
         constraint is not None and not constraint.warn_only
@@ -92,9 +92,14 @@ def may_guard_multiple(size: torch.SymInt, number: int) -> bool:
     return not declared and size.node.hint % number == 0
 
 
-def guard_multiple(size: torch.SymInt, number: int) -> bool:
-    """Add that guard; whether it is in force."""
-    return bool(size % number == 0) and bool(statically_known_true(size % number == 0))
+def guard_multiple(size: torch.SymInt, number: int) -> None:
+    """Make the graph for multiples of a number alone, which it may be.
+
+    Raises:
+        RuntimeError: no guard can be added here.
+    """
+    if not (size % number == 0 and statically_known_true(size % number == 0)):
+        raise RuntimeError(f"no guard was added for {size} as a multiple of {number}")
 
 
 def read_number(value: torch.Tensor, *, least: int, most: int) -> int:

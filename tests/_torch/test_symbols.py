@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from omnicomp._torch.autograd.attention import without_guards
 from omnicomp._torch.dynamo import late_compile
 from omnicomp._torch.symbols import guard_multiple, may_guard_multiple
 
@@ -18,7 +19,9 @@ class Backend:
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         def look(values: Any) -> None:
             (size,) = (value for value in values if isinstance(value, torch.SymInt))
-            self.found.append(may_guard_multiple(size, 128) and guard_multiple(size, 128))
+            self.found.append(may_guard_multiple(size, 128))
+            if self.found[-1]:
+                guard_multiple(size, 128)
 
         if self.late:
             late_compile.compile_late(late_compile.keep_scene(inputs), look)
@@ -66,3 +69,17 @@ def test_an_exported_graph_is_for_all_sizes() -> None:
     exported = torch.export.export(Double(), (torch.ones(256),), dynamic_shapes=shapes)
     (x,) = exported.graph.find_nodes(op="placeholder")
     assert not may_guard_multiple(x.meta["val"].shape[0], 128)
+
+
+def test_a_guard_that_is_not_added_is_an_error() -> None:
+    found = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        x = module.graph.find_nodes(op="placeholder")[-1].meta["example_value"]
+        with without_guards(x), pytest.raises(RuntimeError, match="no guard was added"):
+            guard_multiple(x.shape[0], 128)
+        found.append(x.shape[0])
+        return module
+
+    torch.compile(double, backend=backend, dynamic=True)(torch.ones(256))
+    assert found

@@ -509,19 +509,26 @@ def test_changing_lengths_share_a_graph() -> None:
     assert "is_causal" in rewrite.detail
 
 
-def test_lengths_that_cudnn_s_tiles_divide_share_a_graph_in_training() -> None:
-    options = {"speculate": False}
-    compiled = torch.compile(padded, backend="omni", fullgraph=True, dynamic=True, options=options)
-    for length in (512, 640, 1000, 900):
-        arguments = operands(queries=length, keys=length)
-        kept = torch.arange(length, device="cuda") < length - 100
-        given = [*arguments, kept.expand(2, length)]
-        for got, own in zip(results(compiled, given), results(padded, given), strict=True):
+def called_with_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.125)
+
+
+@pytest.mark.parametrize("function", [with_added_mask, called_with_mask])
+def test_lengths_that_cudnn_s_tiles_divide_share_a_graph_in_training(
+    monkeypatch: pytest.MonkeyPatch, function: Function
+) -> None:
+    monkeypatch.undo()  # the kernels are timed
+    compiled = torch.compile(function, backend="omni", fullgraph=True, dynamic=True, options={"speculate": False})
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    for length, graphs in ((1024, 1), (1152, 1), (1000, 2 if on_hopper else 1)):
+        mask = torch.randn(2, 1, length, length, device="cuda", dtype=torch.bfloat16)
+        arguments = [*operands(queries=length, keys=length, heads=16, shared=16), mask]
+        for got, own in zip(results(compiled, arguments), results(function, arguments), strict=True):
             torch.testing.assert_close(got, own, rtol=5e-2, atol=2e-2)
-    details = [rewrite.detail for rewrite in events(Rewrite)]
-    assert len(details) == 2
-    if torch.cuda.get_device_capability()[0] == 9:
-        assert ["cudnn" in detail for detail in details] == [True, False]
+        forwards = [ran for ran in events(Ran) if ran.part == "forward"]
+        assert len(forwards) == graphs
+    if on_hopper:
+        assert any("cudnn" in kernel for kernel in forwards[0].kernels)
 
 
 @pytest.mark.parametrize("training", [False, True])

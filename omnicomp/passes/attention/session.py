@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.attention import known_equal, without_guards
+from omnicomp._torch.symbols import guard_multiple
 from omnicomp.analysis.nodes import all_nodes, fake_value, insert_call, op_name
 from omnicomp.devices import Device
 from omnicomp.options.dtype_policy import PRESETS, DtypePolicy
@@ -64,6 +65,8 @@ class Session:
     budget: Budget = dataclasses.field(default_factory=lambda: Budget(0.0))
     # Which kernel an attention takes, by its operands and arguments.
     kernels: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+    # Sizes that the graph has to be for multiples of a number of, as guards that the end of the attempt adds.
+    multiples: list[tuple[torch.SymInt, int]] = dataclasses.field(default_factory=list[tuple[torch.SymInt, int]])
     # Milliseconds of the candidates, by the node of the site's output.
     timed: dict[Node, dict[str, float]] = dataclasses.field(default_factory=dict[Node, dict[str, float]])
 
@@ -112,6 +115,8 @@ class Session:
                 self.blocks.update(blocks)
                 while site.output.prev is not before:
                     site.output.graph.erase_node(site.output.prev)
+            while self.multiples:
+                guard_multiple(*self.multiples.pop())
 
     @contextlib.contextmanager
     def trial(self, node: Node) -> Generator[Builder]:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from omnicomp._torch.autograd.attention import KERNELS, SDPA, concrete, fused_kernel, hint_of, is_static, known_equal
 from omnicomp._torch.distributed import is_spread, local_attention, placements_of, whole_on_ranks
-from omnicomp._torch.symbols import guard_multiple, may_guard_multiple
+from omnicomp._torch.symbols import may_guard_multiple
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.assume import settle_mask
 from omnicomp.passes.attention.build import UnknownSize
@@ -377,7 +377,8 @@ def _kernel(
     key = (repr(facts), named, dtype, site.fake().requires_grad, unfused)
     if key not in session.kernels:
         session.kernels[key] = _decided(operands, made.mask, kwargs, dtype, site, session, unfused)
-    pinned, kernel, timed = session.kernels[key]
+    pinned, kernel, timed, multiples = session.kernels[key]
+    session.multiples += [(size, TILE) for size in multiples]
     session.timed[site.output] = {} if timed is None else timed.times
     if timed is not None and timed.best == UNFUSED:
         raise MatchEnded(
@@ -410,9 +411,7 @@ def _decided(
     site: Site,
     session: Session,
     unfused: str,
-    *,
-    guards: bool = True,
-) -> tuple[str, str, Timed | None]:
+) -> tuple[str, str, Timed | None, list[torch.SymInt]]:
     query, key, value = map(fake_value, operands)
 
     def taken(pinned: str) -> str:
@@ -422,11 +421,11 @@ def _decided(
 
     usual = taken("")
     if usual and mask is not None and site.call is None and fake_value(mask).dtype not in (torch.bool, query.dtype):
-        return "flash", taken("flash"), None  # which the CPU has; under autocast, torch's function rounds the mask
+        return "flash", taken("flash"), None, []  # which the CPU has; under autocast, torch's function rounds the mask
     rule = ""
     training = bool(site.fake().requires_grad)
     lengths = [size for size in (query.shape[2], key.shape[2]) if not is_static(size)]
-    tiled = bool(lengths and guards and training) and all(may_guard_multiple(size, TILE) for size in lengths)
+    tiled = bool(lengths and training) and all(may_guard_multiple(size, TILE) for size in lengths)
     wrong = cudnn_is_wrong(query, key, dtype, training=training, tiled=tiled)
     if "scale" in kwargs:
         if wrong and "cudnn" in usual:
@@ -454,10 +453,8 @@ def _decided(
         timed = decide(problem, [name for name in takes if name != "cudnn" or (few and not wrong)], session.budget)
     best = rule if timed is None else "" if timed.best == UNFUSED or timed.best in usual else timed.best
     kernel = taken(best) if best else usual
-    unfit = timed is not None and timed.best == UNFUSED
-    if tiled and not unfit and "cudnn" in kernel and not all([guard_multiple(size, TILE) for size in lengths]):
-        return _decided(operands, mask, kwargs, dtype, site, session, unfused, guards=False)
-    return best, kernel, timed
+    fused = timed is None or timed.best != UNFUSED
+    return best, kernel, timed, lengths if tiled and fused and "cudnn" in kernel else []
 
 
 def _check_trained_mask(site: Site, made: Parts) -> None:

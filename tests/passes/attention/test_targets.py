@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from fusion import FLASH, Backend, compiled, differentiate, fuse, inputs
 
+import omnicomp
 from omnicomp.options.policy import Policy
 from omnicomp.passes.attention import targets
 from omnicomp.timeline import Rewrite
@@ -175,25 +176,22 @@ def test_an_attempt_that_fails_leaves_the_graph_as_it_was(monkeypatch):
 @pytest.mark.parametrize("declared", [False, True])
 def test_lengths_that_cudnns_tiles_divide_have_a_graph_of_their_own(monkeypatch, declared):
     """The CPU as Hopper, where cuDNN's backward is wrong at other lengths, and torch would take it for any."""
-    found = []
 
     def wrong(query, key, dtype, *, training, tiled=False):
-        found.append(tiled)
         return training and not tiled
 
-    def kernel(call):
-        call()
-        return f"_scaled_dot_product_{'efficient' if found and not found[-1] else 'cudnn'}_attention"
-
     monkeypatch.setattr(targets, "cudnn_is_wrong", wrong)
-    monkeypatch.setattr(targets, "fused_kernel", kernel)
-    function = lambda q, k, v: attend(q @ k.mT * 0.25, v)  # noqa: E731
+    monkeypatch.setattr(targets, "fused_kernel", lambda call: f"_scaled_dot_product_{pinned(call)}_attention")
+    pinned = lambda call: call.args[2].get("kernel", "cudnn")  # noqa: E731
     options = {"lowerings": ["eager"], "on_error": "raise"}
+    function = lambda q, k, v: attend(q @ k.mT * 0.25, v)  # noqa: E731
     run = torch.compile(function, backend="omni", dynamic=True, options=options)
-    for length in (256, 384, 100, 77):
+    for length in (256, 384, 100, 77, 512):
         q, k, v = (torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3))
         if declared:
             for x in (q, k, v):
                 torch._dynamo.mark_dynamic(x, 2)
         torch.testing.assert_close(run(q, k, v), function(q, k, v))
-    assert found == ([False] if declared else [True, False])
+    rewrites = [event for event in omnicomp.timeline.events() if isinstance(event, Rewrite)]
+    kernels = [event.detail.rpartition("_product_")[2] for event in rewrites]
+    assert kernels == (["flash_attention"] if declared else ["cudnn_attention", "flash_attention"])
