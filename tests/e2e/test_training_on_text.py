@@ -96,8 +96,8 @@ def test_float32_learns() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "checkpointed"),
-    [(SEEDS[:1], False), (SEEDS[1:2], True), pytest.param(SEEDS, False, marks=pytest.mark.long)],
-    ids=["a seed", "a seed, checkpointed", "all seeds"],
+    [(SEEDS[1:2], True), pytest.param(SEEDS, False, marks=pytest.mark.long)],
+    ids=["a seed, checkpointed", "all seeds"],
 )
 def test_bfloat16_is_within_the_noise_of_float32(seeds: tuple[int, ...], checkpointed: bool) -> None:
     found = curves("bf16", seeds, checkpointed=checkpointed)

@@ -29,8 +29,8 @@ def programs(draw: Any, **fixed: bool) -> Program:
     [
         ("any", 40, {}),
         pytest.param("inference", 110, {"training": False, "dynamic": False}, marks=pytest.mark.slow),
-        pytest.param("training", 100, {"training": True, "dynamic": False}, marks=pytest.mark.slow),
-        pytest.param("dynamic", 45, {"dynamic": True}, marks=pytest.mark.slow),
+        pytest.param("training", 90, {"training": True, "dynamic": False}, marks=pytest.mark.slow),
+        pytest.param("dynamic", 40, {"dynamic": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_program_gives_what_eager_gives(kind: str, examples: int, fixed: dict[str, bool]) -> None:
