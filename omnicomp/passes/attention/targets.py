@@ -318,7 +318,8 @@ def _plain(site: Site, form: Form, masking: Masking, variant: Variant, attempt: 
         operands, kwargs = (made.query, made.key, made.value), {**kwargs, "attn_mask": made.mask}
     fused = attempt.call(target, operands, kwargs)
     fused = finish(site, form, fused, made, attempt.builder)
-    detail = _describe(site, form, masking, variant, kernel)
+    tiled = bool(attempt.session.multiples)
+    detail = _describe(site, form, masking, variant, kernel, tiled=tiled)
     chosen = attempt.keep(form, fused, target="scaled_dot_product_attention", detail=detail)
     return dataclasses.replace(chosen, timed=timed, kernel=pinned)
 
@@ -595,7 +596,7 @@ def _takes_cudnn(made: Parts, variant: Variant, scale: float, *, training: bool)
     return "cudnn" in fused_kernel(functools.partial(_try, PINNED_ATTENTION, operands, kwargs, dtype))
 
 
-def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel: str) -> str:
+def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel: str, *, tiled: bool = False) -> str:
     words = [] if site.call is not None and site.call.default_scale else [f"scale={form.scale:g}"]
     if variant.is_causal:
         words.append("is_causal")
@@ -611,6 +612,8 @@ def _describe(site: Site, form: Form, masking: Masking, variant: Variant, kernel
         words.append("sink")
     if site.dropout:
         words.append(f"dropout={site.dropout:g}")
+    if tiled:
+        words.append(f"for multiples of {TILE}")
     return "; ".join(filter(None, (", ".join(words), f"kernel {kernel}")))
 
 
