@@ -74,10 +74,10 @@ def facts_of(values: Iterable[Any]) -> tuple[dict[str, None], list[str]]:
 
 
 def may_guard_multiple(size: torch.SymInt, number: int) -> bool:
-    """Whether a graph can be made for multiples of a number alone, as the size is one in the call it is compiled for.
+    """Whether a size may get a guard that it is a multiple of a number, or needs none; adds no guard.
 
-    Dynamo asks for it in each call, and compiles another graph for other sizes. Not so where a variant is compiled
-    late, where a graph is exported, and for a program that declares its sizes to be dynamic.
+    It is one in the call that is compiled for, and Dynamo goes on to make guards: not where a variant is compiled late,
+    and not where a graph is exported. Nor is it where the program declares sizes to be dynamic.
     """
     if statically_known_true(size % number == 0):
         return True
@@ -93,10 +93,10 @@ def may_guard_multiple(size: torch.SymInt, number: int) -> bool:
 
 
 def guard_multiple(size: torch.SymInt, number: int) -> None:
-    """Make the graph for multiples of a number alone, which it may be.
+    """Guard on a size being a multiple of a number; other sizes get another graph.
 
     Raises:
-        RuntimeError: no guard can be added here.
+        RuntimeError: the guard was not added.
     """
     if not (size % number == 0 and statically_known_true(size % number == 0)):
         raise RuntimeError(f"no guard was added for {size} as a multiple of {number}")

@@ -29,7 +29,7 @@ def prefers_cudnn(
         key: [B, Hkv, K, D].
         dtype: that the attention will compute in.
         training: whether there will be a backward.
-        tiled: whether symbolic lengths are multiples of `TILE`, as the graph is for such lengths alone.
+        tiled: whether symbolic lengths are multiples of `TILE`, or will be guarded to be.
     """
     if cudnn_is_wrong(query, key, dtype, training=training, tiled=tiled):
         return False

@@ -65,7 +65,7 @@ class Session:
     budget: Budget = dataclasses.field(default_factory=lambda: Budget(0.0))
     # Which kernel an attention takes, by its operands and arguments.
     kernels: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
-    # Sizes that the graph has to be for multiples of a number of, as guards that the end of the attempt adds.
+    # Sizes to guard on, with what they are multiples of, behind the attempt: guards are suppressed inside it.
     multiples: list[tuple[torch.SymInt, int]] = dataclasses.field(default_factory=list[tuple[torch.SymInt, int]])
     # Milliseconds of the candidates, by the node of the site's output.
     timed: dict[Node, dict[str, float]] = dataclasses.field(default_factory=dict[Node, dict[str, float]])
