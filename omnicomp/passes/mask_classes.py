@@ -26,8 +26,8 @@ _MOST_KEPT: Final = 2**24
 _LEAST: Final = 10
 _SUMS: Final = 3
 # A mask has short runs where a kernel that skips blocks of keys, of this size, visits at most such a share of them.
-_VISITED: Final = 0.5
-_BLOCK: Final = 128
+VISITED: Final = 0.5
+BLOCK: Final = 128
 # Dtypes that the kernel reads as they are, the rows and keys that a program has at a time, and programs at most.
 _READ: Final = (torch.float32, torch.bfloat16, torch.float16)
 _FEW: Final = 64
@@ -177,7 +177,7 @@ def _visited(start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     size = _tile(start.numel())[0]
     tiles = [F.pad(rows.flatten(), (0, -rows.numel() % size), value=far) for rows, far in ((start, _FAR), (end, -1))]
     first, last = tiles[0].view(-1, size).amin(-1), tiles[1].view(-1, size).amax(-1)
-    return (last // _BLOCK - first // _BLOCK + 1).sum()
+    return (last // BLOCK - first // BLOCK + 1).sum()
 
 
 def read_once(parts: MaskParts) -> bool:
@@ -264,7 +264,7 @@ def _launched(keep: torch.Tensor | None, added: Sequence[torch.Tensor], hides: S
         number is not None,
         STILL_SEEN,
         _FAR,
-        _BLOCK,
+        BLOCK,
         *tile,
     )
     with torch.cuda.device_of(found):
@@ -284,7 +284,7 @@ def classified(numbers: Sequence[int]) -> MaskClass:
         return MaskClass(kind="full")
     if not one_run or queries == 1:
         return weak
-    if seen <= _VISITED * -(-rows // _tile(rows)[0]) * -(-keys // _BLOCK):
+    if seen <= VISITED * -(-rows // _tile(rows)[0]) * -(-keys // BLOCK):
         weak = MaskClass(kind="runs", length=1 if sees_first else None)
     # No row ends before its distance from the query says, and none starts behind: the sums tell whether each is there.
     has_right, has_left = right != _FAR, left != _FAR

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnicomp._torch.autograd.attention import flash_implementation, without_guards
 from omnicomp._torch.autograd.sdpa import in_transform
+from omnicomp._torch.devices.precision import tf32_settings
 from omnicomp._torch.fx import copy_module, forget_tensors
 from omnicomp._torch.inductor.graph_text import TextGraph, dump_constant
 from omnicomp._torch.inductor.store import JsonStore
@@ -181,7 +182,7 @@ def _state_of_torch(device: str) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(device),
         torch.get_autocast_dtype(device),
-        torch.get_float32_matmul_precision(),
+        (torch.get_float32_matmul_precision(), *tf32_settings()),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()),

@@ -31,6 +31,15 @@ _TILE: Final = (128, 64)
 _SQUARE: Final = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64}
 # Head sizes for which torch has tiles in float32.
 _TUNED: Final = (64, 128, 256)
+# Tiles for float32, by the largest head size and whether products are computed in TF32: queries, keys and warps of the
+# forward, and of the backward. Measured on an H200: 1.0 to 1.9 times as fast as torch's forward, 1.6 to 3 its backward,
+# whose tile is 16 by 16 for each head size.
+_FLOAT32: Final = {
+    (64, False): ((64, 64, 4), (32, 32, 4)),
+    (128, False): ((32, 32, 4), (32, 32, 4)),
+    (64, True): ((128, 128, 8), (32, 128, 8)),
+    (128, True): ((128, 64, 8), (64, 128, 8)),
+}
 
 _ARITHMETIC: Final[dict[type, Callable[[Any, Any], Any]]] = {
     sympy.Add: operator.add,
@@ -73,7 +82,7 @@ def kernel_options(query: Any, key: Any, value: Any, *, return_lse: bool, traini
         return dict(frontend._apply_kernel_options(query, key, value, return_lse, None))
 
 
-def tile_options(query: Any, value: Any, element_bytes: int, *, reads: bool) -> dict[str, int]:
+def tile_options(query: Any, value: Any, element_bytes: int, *, reads: bool, tf32: bool) -> dict[str, int]:
     """Options that make the kernels' tiles fit a multiprocessor's memory and registers where torch's choice does not.
 
     torch has no tiles for float32 with head sizes other than powers of two, and takes some that need more than there
@@ -87,6 +96,7 @@ def tile_options(query: Any, value: Any, element_bytes: int, *, reads: bool) -> 
         value: [B, Hkv, K, Dv], fake.
         element_bytes: loaded for each score.
         reads: whether scores or mask read anything.
+        tf32: whether products in float32 are computed in TF32.
 
     Returns:
         Options; none where torch's defaults do.
@@ -95,6 +105,9 @@ def tile_options(query: Any, value: Any, element_bytes: int, *, reads: bool) -> 
         return {}
     room = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
     row = query.shape[-1] * query.dtype.itemsize
+    width = max(query.shape[-1], value.shape[-1])
+    if query.dtype == torch.float32 and width <= 128 and not (tf32 and element_bytes):
+        return float32_tiles(room, width, tf32=tf32)
     if not element_bytes:
         if reads and query.shape[-1] == 64 and query.dtype != torch.float32:
             return _SQUARE if torch.cuda.get_device_capability(query.device) == (9, 0) else {}
@@ -106,6 +119,28 @@ def tile_options(query: Any, value: Any, element_bytes: int, *, reads: bool) -> 
     backward = (room - 2 * long * row) // (tile + 2 * short * row)
     wide = {} if query.shape[-1] > long else {"fwd_BLOCK_N": short}
     return wide | {"fwd_num_stages": min(max(forward, 1), 2), "bwd_num_stages": min(max(backward, 1), 2)}
+
+
+def float32_tiles(room: int, width: int, *, tf32: bool) -> dict[str, int]:
+    """Those of the tiles for float32 that fit.
+
+    Args:
+        room: bytes of memory of a multiprocessor.
+        width: the larger head size, at most 128.
+        tf32: whether products are computed in TF32.
+
+    Returns:
+        Options for the forward, the backward, both or neither.
+    """
+    size = 64 if width <= 64 else 128
+    options = dict[str, int]()
+    (queries, keys, warps), (rows, columns, more_warps) = _FLOAT32[size, tf32]
+    if (queries + 2 * keys) * size * 4 <= room:
+        options |= {"fwd_BLOCK_M": queries, "fwd_BLOCK_N": keys, "fwd_num_warps": warps, "fwd_num_stages": 1}
+    if 2 * (rows + columns) * size * 4 <= room:
+        options |= {"bwd_BLOCK_M1": rows, "bwd_BLOCK_N1": columns, "bwd_BLOCK_M2": columns, "bwd_BLOCK_N2": rows}
+        options |= {"bwd_num_warps": more_warps, "bwd_num_stages": 1}
+    return options
 
 
 def fitting_tile(room: int, row: int, value_row: int) -> dict[str, int]:

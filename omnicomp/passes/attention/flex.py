@@ -67,6 +67,7 @@ class FlexSpec:
     leaf: Callable[[Any], Node]  # the node that holds the tensor of a `Read`; it precedes the place of insertion
     return_lse: bool = False  # whether the log-sum-exp of the scores is wanted, too
     training: bool = False  # whether gradients may flow
+    tf32: bool = False  # whether products in float32 are computed in TF32
 
 
 def unsupported(spec: FlexSpec, *, dropout: float = 0.0) -> str | None:
@@ -141,7 +142,8 @@ def insert_flex(module: GraphModule, before: Node, spec: FlexSpec, shared: dict[
         lengths, blocks, contiguous, size = site.blocks()
         mask = flex.block_mask_tuple(lengths, blocks, size, mask_mod)
         options = flex.kernel_options(query, key, value, return_lse=spec.return_lse, training=spec.training)
-        tile = flex.tile_options(query, value, site.bytes_of_elements(), reads=bool(score_reads or mask_reads))
+        reads = bool(score_reads or mask_reads)
+        tile = flex.tile_options(query, value, site.bytes_of_elements(), reads=reads, tf32=spec.tf32)
         options |= {"BLOCKS_ARE_CONTIGUOUS": contiguous, **tile}
         arguments = (spec.query, spec.key, spec.value, score_mod, mask, spec.scale, options, score_reads, mask_reads)
         with before.graph.inserting_before(before):

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from omnicomp._torch.autograd.attention import known_equal, without_guards
+from omnicomp._torch.devices.precision import tf32_settings
 from omnicomp._torch.symbols import guard_multiple
 from omnicomp.analysis.nodes import all_nodes, fake_value, insert_call, op_name
 from omnicomp.devices import Device
@@ -90,6 +91,12 @@ class Session:
     def kernels_chosen(self) -> bool:
         """Whether the program says which kernels its calls may take."""
         return any(op_name(n).endswith("_sdpa_kernel") for n in all_nodes(self.context.root or self.module))
+
+    @functools.cached_property
+    def tf32(self) -> bool:
+        """Whether float32 products on CUDA will be computed in TF32."""
+        by_policy = self.dtype_policy.matmul == "tf32" and self.context.device.capabilities().tf32
+        return by_policy or tf32_settings()[0] == "tf32"
 
     def computed_dtype(self, site: Site) -> torch.dtype:
         """The dtype that the operands of a site's kernel will have."""

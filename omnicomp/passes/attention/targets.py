@@ -443,6 +443,7 @@ def _decided(
         grouped=kwargs.get("enable_gqa", False),
         dropout=kwargs.get("dropout_p", 0.0),
         training=training,
+        tf32=session.tf32,
         unfused=unfused,
     )
     timed = None

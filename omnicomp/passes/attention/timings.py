@@ -109,6 +109,7 @@ def problem_of(
     grouped: bool,
     dropout: float,
     training: bool,
+    tf32: bool = False,
     unfused: str = "operators",
 ) -> "Problem | None":
     """The attention of some fake tensors, or None where it can't be timed now.
@@ -123,6 +124,7 @@ def problem_of(
         grouped: as in `Problem`.
         dropout: as in `Problem`.
         training: as in `Problem`.
+        tf32: as in `Problem`.
         unfused: as in `Problem`.
     """
     query, key, value = operands
@@ -143,6 +145,7 @@ def problem_of(
         dropout=dropout,
         training=training,
         mask_grad=mask is not None and mask.requires_grad,
+        tf32=tf32 and dtype is torch.float32,
         unfused=unfused,
     )
 

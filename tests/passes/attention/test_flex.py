@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention.flex_attention import create_block_mask
 
 from omnicomp._torch.autograd.aot_autograd import compile_graph
-from omnicomp._torch.autograd.flex import FLEX, backward_without_kernel, fast_tanh, fitting_tile
+from omnicomp._torch.autograd.flex import FLEX, backward_without_kernel, fast_tanh, fitting_tile, float32_tiles
 from omnicomp._torch.fx import boxed, copy_module
 from omnicomp.analysis.nodes import submodules
 from omnicomp.backend.pipeline import omni
@@ -383,6 +383,17 @@ def test_what_it_can_not_take_has_a_reason(reason, sizes, dropout, monkeypatch):
 def test_a_machine_without_code_generator_has_a_reason(monkeypatch):
     monkeypatch.setattr("omnicomp._torch.autograd.flex.check_cpu_supported", lambda: False)
     assert "AVX2" in (unsupported(spec_of()) or "")
+
+
+@pytest.mark.parametrize("width", [16, 64, 80, 128])
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("room", [232448, 101376, 49152])
+def test_tiles_for_float32_fit_the_memory_of_a_multiprocessor(room, width, tf32):
+    options = float32_tiles(room, width, tf32=tf32)
+    row = 4 * (64 if width <= 64 else 128)
+    assert (options.get("fwd_BLOCK_M", 0) + 2 * options.get("fwd_BLOCK_N", 0)) * row <= room
+    assert 2 * (options.get("bwd_BLOCK_M1", 0) + options.get("bwd_BLOCK_N1", 0)) * row <= room
+    assert len(options) == 10 or (room < 232448 and not {"fwd_BLOCK_M", "bwd_BLOCK_M1"} <= options.keys())
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,16 @@ from omnicomp.passes.base import PassContext
 from omnicomp.timeline import Timeline
 
 
-def pays(scores, length, monkeypatch, device="cuda"):
+def pays(scores, length, monkeypatch, device="cuda", *, size=64, dtype=torch.bfloat16, training=False):
     """Whether FlexAttention is taken for such scores of such a device, which need not be there."""
 
     def function(q, k, v, p):
         return torch.softmax(scores(q @ k.mT, p), -1) @ v
 
-    q, k, v = (torch.empty(1, 4, length, 64, device="meta", dtype=torch.bfloat16) for _ in range(3))
-    site, backend, reader = site_of(
-        function, q, k, v, torch.empty(1, 4, length, length, device="meta", dtype=torch.bfloat16)
-    )
+    q, k, v = (torch.empty(1, 4, length, size, device="meta", dtype=dtype) for _ in range(3))
+    site, backend, reader = site_of(function, q, k, v, torch.empty(1, 4, length, length, device="meta", dtype=dtype))
     fake = site.fake()
-    seen = SimpleNamespace(device=torch.device(device), requires_grad=False, dtype=fake.dtype, shape=fake.shape)
+    seen = SimpleNamespace(device=torch.device(device), requires_grad=training, dtype=fake.dtype, shape=fake.shape)
     monkeypatch.setattr(Site, "fake", lambda self: seen)
     form = dense_form(site, reader)
     timeline = Timeline()
@@ -79,6 +77,49 @@ def distances(scores, _):
 )
 def test_blocks_pay_for_long_sparse_masks_and_computed_biases(scores, length, expected, monkeypatch):
     assert pays(scores, length, monkeypatch) is expected
+
+
+def padded(scores, mask):
+    queries, keys = indices(scores)
+    return scores.masked_fill((keys > queries) | (mask[:, :1, :1] > 0), -math.inf)
+
+
+def wide(scores, _):
+    queries, keys = indices(scores)
+    return scores.masked_fill((keys > queries) | (queries - keys >= 2048), -math.inf)
+
+
+def both_ways(scores, _):
+    queries, keys = indices(scores)
+    return scores.masked_fill((keys - queries).abs() > 64, -math.inf)
+
+
+# Of 64 by 64 blocks a query sees up to 33 (padded: half of all), 17 (wide: 23 %), 2 (windowed: 3 %) or 3 (both ways).
+@pytest.mark.parametrize(
+    ("scores", "size", "training", "tf32", "expected"),
+    [
+        (windowed, 64, True, False, True),
+        (windowed, 256, True, False, True),
+        (both_ways, 128, True, False, True),
+        (wide, 64, False, False, True),
+        (wide, 64, True, False, False),
+        (wide, 128, True, True, True),
+        (padded, 64, False, False, False),
+        (padded, 64, False, True, True),
+        (padded, 128, False, True, True),
+        (padded, 128, True, True, False),
+        (padded, 256, True, True, False),
+        (distances, 64, False, False, False),
+        (distances, 64, False, True, True),
+    ],
+)
+def test_float32_takes_flex_attention_where_enough_is_left_out(scores, size, training, tf32, expected, monkeypatch):
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        assert pays(scores, 8192, monkeypatch, size=size, dtype=torch.float32, training=training) is expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert pays(scores, 8192, monkeypatch, size=size, training=training)
 
 
 def test_flex_attention_is_not_taken_on_the_cpu(monkeypatch):
