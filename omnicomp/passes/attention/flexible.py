@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -18,16 +19,16 @@ from omnicomp.passes.attention.reader import cast
 from omnicomp.passes.attention.sdpa import Variant, check_empty_rows, finish, for_each_head, parts
 from omnicomp.passes.attention.session import Attempt, Chosen, Session
 from omnicomp.passes.attention.site import Add, Fill, Floor, Function, MatchEnded, Scale, Site, Step, axes_in
-from omnicomp.passes.attention.terms import Apply, Index, Number, Position, Read, Scores, Term, flat, leaves
+from omnicomp.passes.attention.terms import Apply, Axis, Index, Number, Position, Read, Scores, Term, flat, leaves
 from omnicomp.passes.mask_classes import BLOCK, VISITED
 
 # Pairs of a query and a key from which a mask made of blocks is faster than one read element by element.
 SPARSE_PAIRS: Final = 1024 * 1024
 # The same for a bias that is computed from indices instead of being read.
 _COMPUTED_PAIRS: Final = 1024 * 1024
-# FlexAttention's time over that of unfused code, in float32 and in TF32: _FIXED, and this for the share of blocks that
-# it visits, by the largest head size and whether there is a backward. Measured on an H200 with 2048 tokens, causal masks
-# and windows, and met within 0.1 but for windows where head sizes are 256.
+# FlexAttention's time over that of unfused code is _FIXED, and this for the share of blocks that it visits, by the
+# largest head size and whether there is a backward: in float32 and in TF32. Measured on an H200 with 2048 tokens, with
+# causal masks and windows, and met within 0.1 but for windows where head sizes are 256.
 _FIXED: Final = 0.25
 _FOR_BLOCKS: Final = {
     (32, False): (1.0, 0.3),
@@ -35,10 +36,14 @@ _FOR_BLOCKS: Final = {
     (64, False): (1.8, 0.3),
     (64, True): (4.0, 0.7),
     (128, False): (3.7, 0.8),
-    (128, True): (6.3, 1.4),
+    (128, True): (6.3, 1.3),
     (256, False): (9.5, 1.8),
     (256, True): (12.3, 5.2),
 }
+# In 16 bits it takes longer only in training with wide heads and few keys, and there only than unfused code.
+_WIDE_HALF: Final = 1.7
+_FEW_KEYS: Final = 4096
+_SCORES_BYTES: Final = 1 << 30  # more are not tried unfused
 _FASTER: Final = 0.95
 
 
@@ -56,9 +61,7 @@ def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> boo
         return False
     if masking.runs:
         return True
-    pairs = 1
-    for axis in flat((*site.queries, *site.keys)):
-        pairs *= hint_of(axis.size)
+    pairs = _count((*site.queries, *site.keys))
     if masking.biases:
         masking = own_masking(site, form, masking, session.reader)
         computed = all(isinstance(s, Add) and _computed(s.term, site, session) is not None for s in masking.biases)
@@ -67,23 +70,36 @@ def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> boo
 
 
 def too_slow(site: Site, masking: Masking, session: Session) -> bool:
-    """Whether FlexAttention is slower than the attention as written, as it may be in float32 on CUDA."""
-    if site.fake().device.type != "cuda" or site.dtype is not torch.float32:
+    """Whether FlexAttention is slower on CUDA than the attention as written, by a rule that knows no score function."""
+    if site.fake().device.type != "cuda":
         return False
     size, training = _size(site), bool(site.fake().requires_grad)
-    width = next((limit for limit in (32, 64, 128) if size <= limit), 256)
-    return _FIXED + _FOR_BLOCKS[width, training][session.tf32] * _visited(site, masking) > _FASTER
+    if site.dtype is torch.float32:
+        width = next((limit for limit in (32, 64, 128) if size <= limit), 256)
+        for_blocks = _FOR_BLOCKS[width, training][session.tf32]
+    else:
+        keys = _count(site.keys)
+        scores = keys * _count((*site.batch, *site.queries)) * site.dtype.itemsize
+        measured = session.budget.enabled and scores <= _SCORES_BYTES
+        if not (training and size > 128 and keys < _FEW_KEYS and measured):
+            return False
+        for_blocks = _WIDE_HALF
+    return _FIXED + for_blocks * _visited(site, masking) > _FASTER
+
+
+def _count(axes: Iterable[Axis]) -> int:
+    return math.prod(hint_of(axis.size) for axis in flat(axes))
 
 
 def _size(site: Site) -> int:
-    return max(math.prod(hint_of(axis.size) for axis in flat(axes)) for axes in (site.features, site.value_features))
+    return max(map(_count, (site.features, site.value_features)))
 
 
 def _visited(site: Site, masking: Masking) -> float:
     """The share of blocks that FlexAttention visits, at most."""
     if masking.runs:
         return VISITED
-    queries, keys = (math.prod(hint_of(axis.size) for axis in flat(axes)) for axes in (site.queries, site.keys))
+    queries, keys = map(_count, (site.queries, site.keys))
     mask = masking.mask
     left, right = (None, None) if mask is None else mask.window or (None, mask.offset)
     if mask is not None and mask.bottom_right:
@@ -122,9 +138,9 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
     if too_slow(site, masking, session):
         raise MatchEnded(
             site.output,
-            "FlexAttention's kernels are slower in float32 than the attention as it is written",
-            observed=f"head size {_size(site)}, {_visited(site, masking):.0%} of the blocks visited",
-            needed="16-bit operands, TF32, or a mask that leaves out more",
+            "FlexAttention's kernels are slower for this dtype and head size than the attention as it is written",
+            observed=f"{site.dtype}, head size {_size(site)}, {_visited(site, masking):.0%} of the blocks visited",
+            needed="16-bit operands, TF32, narrower heads, or a mask that leaves out more",
             lever="torch.set_float32_matmul_precision('high'), or options={'dtype_policy': 'bf16'}",
             code="not_profitable",
         )

@@ -14,18 +14,23 @@ from omnicomp.passes.attention.form import dense_form
 from omnicomp.passes.attention.masking import read_masking
 from omnicomp.passes.attention.session import Session
 from omnicomp.passes.attention.site import Site
+from omnicomp.passes.attention.timings import Budget
 from omnicomp.passes.base import PassContext
 from omnicomp.timeline import Timeline
 
 
-def pays(scores, length, monkeypatch, device="cuda", *, size=64, dtype=torch.bfloat16, training=False):
+def pays(
+    scores, length, monkeypatch, device="cuda", *, size=64, dtype=torch.bfloat16, training=False, seconds=2.0, batch=1
+):
     """Whether FlexAttention is taken for such scores of such a device, which need not be there."""
 
     def function(q, k, v, p):
         return torch.softmax(scores(q @ k.mT, p), -1) @ v
 
-    q, k, v = (torch.empty(1, 4, length, size, device="meta", dtype=dtype) for _ in range(3))
-    site, backend, reader = site_of(function, q, k, v, torch.empty(1, 4, length, length, device="meta", dtype=dtype))
+    q, k, v = (torch.empty(batch, 4, length, size, device="meta", dtype=dtype) for _ in range(3))
+    site, backend, reader = site_of(
+        function, q, k, v, torch.empty(batch, 4, length, length, device="meta", dtype=dtype)
+    )
     fake = site.fake()
     seen = SimpleNamespace(device=torch.device(device), requires_grad=training, dtype=fake.dtype, shape=fake.shape)
     monkeypatch.setattr(Site, "fake", lambda self: seen)
@@ -38,7 +43,7 @@ def pays(scores, length, monkeypatch, device="cuda", *, size=64, dtype=torch.bfl
         training=False,
         root=backend.module,
     )
-    session = Session(backend.module, backend.trace, reader, context)
+    session = Session(backend.module, backend.trace, reader, context, budget=Budget(seconds))
     return flex_pays(site, form, read_masking(site, form, reader), session)
 
 
@@ -107,7 +112,7 @@ def both_ways(scores, _):
         (padded, 64, False, False, False),
         (padded, 64, False, True, True),
         (padded, 128, False, True, True),
-        (padded, 128, True, True, False),
+        (padded, 128, True, True, True),
         (padded, 256, True, True, False),
         (distances, 64, False, False, False),
         (distances, 64, False, True, True),
@@ -120,6 +125,19 @@ def test_float32_takes_flex_attention_where_enough_is_left_out(scores, size, tra
     finally:
         torch.set_float32_matmul_precision("highest")
     assert pays(scores, 8192, monkeypatch, size=size, training=training)
+
+
+def test_wide_heads_are_trained_unfused_where_that_is_timed(monkeypatch):
+    def wide(length, **more):
+        return pays(padded, length, monkeypatch, **{"size": 256, "training": True, **more})
+
+    assert not wide(2048)
+    assert wide(2048, seconds=0.0)
+    assert wide(4096)
+    assert wide(2048, size=128)
+    assert wide(2048, training=False)
+    assert pays(windowed, 2048, monkeypatch, size=256, training=True)
+    assert wide(2048, batch=64)
 
 
 def test_flex_attention_is_not_taken_on_the_cpu(monkeypatch):
