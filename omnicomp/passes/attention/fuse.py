@@ -22,6 +22,7 @@ from omnicomp.passes.attention.candidates import candidates, unread
 from omnicomp.passes.attention.combined import distribute
 from omnicomp.passes.attention.encoder_layers import why_called, written_out
 from omnicomp.passes.attention.flex_calls import flex_calls, read_flex_call
+from omnicomp.passes.attention.in_parts import gather_parts
 from omnicomp.passes.attention.match import check_score, match
 from omnicomp.passes.attention.multi_head import (
     makes_weights,
@@ -135,10 +136,14 @@ class Fusion:
         return modified
 
     def _written(self, module: GraphModule, context: PassContext) -> list[Trial]:
-        """Write layers out and combined weights apart, before the graph is traced with all that is in it."""
+        """Write layers out, parts of scores as one and combined weights apart, before the graph is traced with it."""
         root = context.root or module
         if "attention_trials" not in context.memo or context.root is None:
-            context.memo["attention_trials"] = [*written_out(root.graph), *distribute(root.graph)]
+            context.memo["attention_trials"] = [
+                *written_out(root.graph),
+                *gather_parts(root.graph),
+                *distribute(root.graph),
+            ]
         return context.memo["attention_trials"] if module is root else []
 
     def _trace(self, module: GraphModule, context: PassContext) -> Trace:

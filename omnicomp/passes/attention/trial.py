@@ -6,6 +6,8 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from omnicomp.passes.attention.nodes import is_shape_only, mutates
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Old:
@@ -31,9 +33,10 @@ class Old:
 class Trial:
     """What was written another way."""
 
-    products: tuple[Node, ...]  # the new products of weights and values
+    products: tuple[Node, ...]  # the new products of weights and values, or other nodes that are gone if it was fused
     new: tuple[Node, ...]  # all new nodes, in their order; the last one took the place of the last old one
     old: tuple[Old, ...]  # the nodes that are gone, in their order
+    stands_for: Node | None = None  # the node that the last one took the place of, if that is another one
 
     def settle(self) -> bool:
         """Write it as it was, unless one of the products was fused.
@@ -41,7 +44,7 @@ class Trial:
         Returns:
             Whether it stays.
         """
-        if any(product._erased for product in self.products):
+        if any(map(_is_unused, self.products)):
             return True
         graph, made = self.new[-1].graph, dict[Node, Node]()
         for old in self.old:
@@ -52,7 +55,14 @@ class Trial:
             node.name = old.name  # the graph itself would not give it twice
             node.meta.update(old.meta)
             made[old.node] = node
-        self.new[-1].replace_all_uses_with(made[self.old[-1].node])
+        self.new[-1].replace_all_uses_with(self.stands_for or made[self.old[-1].node])
         for node in reversed(self.new):
             graph.erase_node(node)
         return False
+
+
+def _is_unused(node: Node) -> bool:
+    """Whether a node is gone, or nothing that stays reads its elements."""
+    return node._erased or all(
+        is_shape_only(user) or (user.op != "output" and not mutates(user) and _is_unused(user)) for user in node.users
+    )

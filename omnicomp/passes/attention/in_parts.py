@@ -1,0 +1,167 @@
+"""Scores, weights and masks that are written to in parts: `scores[..., 1:, 1:] += bias`, `mask[..., n:] = -inf`.
+
+A bias that is added to a part is one for all of it with zeros around, and a number in a part is a fill. It is written
+so before the graph is traced, and as it was again if nothing of it was fused.
+"""
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+
+from omnicomp._torch.autograd.attention import known_shape, without_guards
+from omnicomp.analysis.nodes import insert_call
+from omnicomp.passes.attention.nodes import is_shape_only, kind, mutates
+from omnicomp.passes.attention.trial import Old, Trial
+
+# Operators that return memory of their own, which nothing else shares.
+_FRESH: Final = frozenset(
+    "matmul bmm baddbmm einsum mul div truediv add sub masked_fill softmax clone zeros ones full "
+    "zeros_like ones_like full_like new_zeros new_ones new_full".split()
+)
+_VIEWS: Final = ("view", "reshape")
+_SUMS: Final[dict[str, Callable[..., Any]]] = {
+    **dict.fromkeys(("add", "add_", "iadd"), torch.add),
+    **dict.fromkeys(("sub", "sub_", "isub"), torch.sub),
+}
+_LONGEST: Final = 8
+
+
+def gather_parts(graph: Graph) -> list[Trial]:
+    """Write each change of a part of scores or weights as one of all of them."""
+    writes = [node for node in graph.nodes if node.target is operator.setitem]
+    return [made for node in writes if (made := _gathered(node)) is not None]
+
+
+def _gathered(write: Node) -> Trial | None:
+    whole, index, value = write.args
+    if not isinstance(whole, Node) or not _is_tensor(whole):
+        return None
+    fake: torch.Tensor = whole.meta["example_value"]
+    if not fake.is_floating_point() and not isinstance(value, int):
+        return None
+    if kind(whole) not in _FRESH or mutates(whole) or write.users or write.graph is not whole.graph:
+        return None
+    bounds = _bounds(index, fake)
+    if bounds is None:
+        return None
+    steps = None if isinstance(value, int | float) else _sum(value, whole, index)
+    old = [write] if steps is None else [*steps, write]
+    read = () if steps is None else (steps[0],)
+    later = [user for user in whole.users if user > write]
+    if any(user not in (*later, write, *read) and not is_shape_only(user) for user in whole.users):
+        return None  # it may be seen through a view
+    if isinstance(value, Node) and (steps is None or not _keeps_index(index) or not _same(steps[0], value)):
+        return None
+    new: list[Node] = []
+    fake_mode: Any = getattr(fake, "fake_mode", contextlib.nullcontext())
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        with fake_mode:  # also where no operand is fake
+            new.append(insert_call(write, target, args, kwargs))
+        return new[-1]
+
+    trained = any(each.meta["example_value"].requires_grad for each in (whole, value) if isinstance(each, Node))
+    kept = tuple(map(Old.of, old))
+    with torch.set_grad_enabled(trained), torch.autocast(fake.device.type, enabled=False), without_guards(fake):
+        if steps is None:
+            result = call(torch.masked_fill, whole, _inside(bounds, fake, call), value)
+        else:
+            sizes = [
+                stop - start if size else call(torch.Tensor.size, whole, dim)
+                for dim, (start, stop, size) in enumerate(bounds)
+            ]
+            zeros = call(torch.zeros, sizes, dtype=fake.dtype, device=fake.device)
+            padding = [n for start, stop, size in reversed(bounds) for n in (start, size - stop)]
+            padded = call(torch.ops.aten.constant_pad_nd.default, _bias(steps, zeros, call), padding)
+            result = call(torch.add, whole, padded)
+    for user in later:
+        user.replace_input_with(whole, result)
+    for node in reversed(old):
+        node.graph.erase_node(node)
+    return Trial(products=(result,), new=tuple(new), old=kept, stands_for=whole)
+
+
+def _bounds(index: Any, fake: torch.Tensor) -> list[tuple[int, int, int]] | None:
+    """Where the part begins and ends in each dimension, and the size of that, or zeros for all of a symbolic one.
+
+    None if this is not known.
+    """
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in items:
+        place = items.index(Ellipsis)
+        items[place : place + 1] = [slice(None)] * (fake.dim() - len(items) + 1)
+    items += [slice(None)] * (fake.dim() - len(items))
+    bounds: list[tuple[int, int, int]] = []
+    sizes: list[Any] = list(fake.shape)
+    for item, size in zip(items, sizes, strict=False):
+        if item == slice(None, None, None):
+            bounds.append((0, 0, 0) if not isinstance(size, int) else (0, size, size))
+            continue
+        given = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
+        if not isinstance(size, int) or any(type(each) not in (int, type(None)) for each in given):
+            return None
+        span = range(size)[item] if isinstance(item, slice) else range(size)[item : item + 1 or None]
+        if len(span) == 0 or span.step != 1:
+            return None
+        bounds.append((span.start, span.stop, size))
+    partly = any((start, stop) != (0, size) for start, stop, size in bounds)
+    return bounds if len(bounds) == fake.dim() == len(items) and partly else None
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _keeps_index(index: Any) -> bool:
+    return all(isinstance(item, slice) or item is Ellipsis for item in (index if isinstance(index, tuple) else [index]))
+
+
+def _same(one: Node, other: Node) -> bool:
+    first, second = one.meta["example_value"], other.meta["example_value"]
+    return known_shape(first, second) and first.dtype == second.dtype
+
+
+def _sum(value: Any, whole: Node, index: Any) -> list[Node] | None:
+    """The part as it is read, and the sums and views that lead from it to what is written; None for others."""
+    node, found = value, list[Node]()
+    while isinstance(node, Node) and len(node.users) == 1 and len(found) < _LONGEST:
+        found.insert(0, node)
+        if kind(node) == "getitem":
+            return found if node.args == (whole, index) else None
+        if node.kwargs or not (kind(node) in _VIEWS or (kind(node) in _SUMS and len(node.args) == 2)):
+            return None
+        node = node.args[0]
+    return None
+
+
+def _bias(steps: list[Node], zeros: Node, call: Callable[..., Node]) -> Node:
+    """What is added to the part: the same sums, from zeros on."""
+    result = zeros
+    for step in steps[1:]:
+        given: Any = step.args[1:]
+        if kind(step) in _SUMS:
+            result = call(_SUMS[kind(step)], result, *given)
+        else:
+            result = call(torch.reshape, result, list(given[0] if isinstance(given[0], list | tuple) else given))
+    return result
+
+
+def _inside(bounds: list[tuple[int, int, int]], fake: torch.Tensor, call: Callable[..., Node]) -> Node:
+    """Whether an element is in the part, from comparisons of indices."""
+    conditions: list[Node] = []
+    for dim, (start, stop, size) in enumerate(bounds):
+        place: Node | None = None
+        for limit, usual, compare in ((start, 0, torch.ge), (stop, size, torch.lt)):
+            if limit != usual:
+                if place is None:
+                    shape = [-1] + [1] * (fake.dim() - dim - 1)
+                    place = call(torch.reshape, call(torch.arange, size, device=fake.device), shape)
+                conditions.append(call(compare, place, limit))
+    result = conditions[0]
+    for condition in conditions[1:]:
+        result = call(torch.logical_and, result, condition)
+    return result
