@@ -400,6 +400,13 @@ class _Match:
                 lever="multiply each with the values first, and combine the outputs: "
                 "softmax(a) @ v - factor * (softmax(b) @ v)",
             )
+        if op.name == "overwritten":
+            return self._ended(
+                "a part of the weights is written to, otherwise than by zero",
+                "weights that go to the values as they are",
+                op,
+                lever="hide keys before the softmax, scores.masked_fill(~mask, float('-inf'))",
+            )
         if op.name in ("cat", "stack"):
             return self._ended(
                 "the weights of several softmaxes are joined before they meet the values",
@@ -469,6 +476,13 @@ class _Match:
                     where,
                     lever="join the queries, torch.cat([a, b], -2) @ k.transpose(-2, -1), or end each product with a "
                     "softmax and values of its own",
+                )
+            if where is not None and where.name == "overwritten":
+                raise self._ended(
+                    "a part of the scores is written to, otherwise than by a number or a sum",
+                    "one expression for all scores",
+                    where,
+                    lever="write it for all of them: scores = scores * torch.where(part, factor, 1.0)",
                 )
             raise self._ended(
                 "the scores are no product of queries and keys through arithmetic and views",

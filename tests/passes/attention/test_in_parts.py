@@ -204,6 +204,24 @@ def test_what_is_not_fused_is_left_as_it_was(function):
     assert len(graph.graph.find_nodes(op="call_function", target=operator.setitem)) == 1
 
 
+def test_another_change_of_a_part_is_told():
+    backend = Backend()
+    compiled(a_factor_of_a_part, backend)(*inputs())
+    assert backend.miss().sentence == "a part of the scores is written to, otherwise than by a number or a sum"
+    assert "torch.where" in backend.miss().lever
+
+
+def test_another_change_of_a_part_of_the_weights_is_told():
+    def function(q, k, v):
+        w = scores(q, k).softmax(-1)
+        w[..., 5:] *= 0.5
+        return w @ v
+
+    backend = Backend()
+    compiled(function, backend)(*inputs()[:3])
+    assert backend.miss().sentence == "a part of the weights is written to, otherwise than by zero"
+
+
 def test_several_parts_are_left_in_their_order():
     def function(q, k, v, m):
         s = scores(q, k)
