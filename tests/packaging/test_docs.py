@@ -131,3 +131,10 @@ def test_a_room_lists_modules_that_are_there(room: Path) -> None:
     columns = re.findall(r"^\| (`[^|]+)\|", (room / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     modules = {module.rstrip("/").removesuffix(".py") for column in columns for module in CODE.findall(column)}
     assert not {each for each in modules if not (room / each).is_dir() and not (room / f"{each}.py").is_file()}
+
+
+def test_the_design_names_each_module_of_the_attention_pass() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page[page.index("| step | modules |") :].split("\n\n")[0]
+    modules = {path.stem for path in (ROOT / "omnicomp/passes/attention").glob("*.py")} - {"__init__"}
+    assert set(CODE.findall(table)) == modules
