@@ -254,7 +254,7 @@ def used_scores(q, k, v, m):
 
 def partly_written(q, k, v, m):
     scores = q @ k.mT
-    scores[..., 6:] = -1e30
+    scores[..., 6:] *= 2
     return scores.softmax(-1) @ v
 
 
@@ -515,7 +515,7 @@ def test_attention_of_another_form_is_named_with_what_helps(function, sentence, 
         (used_scores, "scores", "scores is also used by amax", "one user"),
         (softcapped, "softmax", "the scores go through tanh", "FlexAttention"),
         (renormalised, "matmul_1", "the attention weights are changed", "a factor for each query, or for each key"),
-        (partly_written, "setitem", "no product of queries and keys", "arithmetic of elements"),
+        (partly_written, "setitem", "a part of the scores is written to", "one expression for all"),
         (bounded, "clamp", "the attention weights are changed", "dropout, casts, or a factor"),
     ],
 )

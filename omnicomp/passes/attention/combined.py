@@ -19,7 +19,7 @@ from omnicomp.passes.attention.trial import Old, Trial
 
 _PRODUCTS: Final = ("matmul", "bmm", "einsum")
 _SIGNS: Final[dict[str, Callable[..., Any]]] = {"add": torch.add, "sub": torch.sub}
-_CASTS: Final = ("to", "type_as", "float", "half", "bfloat16", "contiguous", "dropout")
+_CASTS: Final = ("to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "dropout")
 _VIEWS: Final = ("view", "reshape", "unflatten", "getitem", "select", "unbind")
 _FARTHEST: Final = 24
 

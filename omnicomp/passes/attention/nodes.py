@@ -21,7 +21,7 @@ _PRODUCTS: Final = ("matmul", "bmm", "einsum", "baddbmm")
 _NO_SOFTMAX: Final = ("sigmoid", "sigmoid_", "relu", "relu_")
 _OF_ELEMENTS: Final = frozenset(
     "add sub mul div truediv neg pow square clamp where masked_fill masked_fill_ iadd isub imul itruediv dropout "
-    "to float type_as clone contiguous view reshape "
+    "to type float half bfloat16 type_as clone contiguous view reshape "
     "flatten unflatten transpose permute unsqueeze squeeze expand".split()
 )
 _MOST_NEAR: Final = 64

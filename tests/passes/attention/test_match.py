@@ -707,6 +707,7 @@ def test_heads_that_are_rows_stay_rows_where_no_query_is_masked():
 NO_SOFTMAX = {
     "sigmoid": lambda q, k, v: torch.sigmoid(q @ k.mT / 4 - 2.0) @ v,
     "masked sigmoid": lambda q, k, v: ((q @ k.mT).masked_fill(torch.ones(6, 8).triu(1).bool(), -1e9).sigmoid()) @ v,
+    "sigmoid of a type": lambda q, k, v: (q @ k.mT).sigmoid().type(torch.float64) @ v.double(),
     "squared relu": lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", F.relu(q @ k.mT).square() / 8, v),
     "einsum": lambda q, k, v: torch.einsum("bhqd,bhkd->bhqk", q, k).relu_() @ v,
 }

@@ -85,7 +85,7 @@ def test_values_that_were_partly_written_are_left_alone():
     def function(q, k, v):
         v = v.clone()
         weights = torch.softmax(q @ k.mT, -1)
-        v[:, 0] = 1
+        v[:, ::2] = 1
         return weights @ v
 
     assert "changed in place since" in fuse(function, Q, K, V).miss().sentence
