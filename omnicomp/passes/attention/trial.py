@@ -39,12 +39,13 @@ class Trial:
     stands_for: Node | None = None  # the node that the last one took the place of, if that is another one
 
     def settle(self) -> bool:
-        """Write it as it was, unless one of the products was fused.
+        """Write it as it was, unless one of the products was fused, or something reads a part of what is new.
 
         Returns:
             Whether it stays.
         """
-        if any(map(_is_unused, self.products)):
+        read = any(user not in self.new for node in self.new[:-1] for user in node.users if not node._erased)
+        if read or any(map(_is_unused, self.products)):
             return True
         graph, made = self.new[-1].graph, dict[Node, Node]()
         for old in self.old:
