@@ -39,19 +39,23 @@ class Trial:
     stands_for: Node | None = None  # the node that the last one took the place of, if that is another one
 
     def settle(self) -> bool:
-        """Write it as it was, unless one of the products was fused, or something reads a part of what is new.
+        """Write it as it was, unless one of the products was fused, or another rewrite took a part of old or new.
 
         Returns:
             Whether it stays.
         """
         read = any(user not in self.new for node in self.new[:-1] for user in node.users if not node._erased)
-        if read or any(map(_is_unused, self.products)):
+        ours, needed = {old.node for old in self.old}, list[Node]()
+        map_arg([(old.args, old.kwargs) for old in self.old], needed.append)
+        lost = any(node._erased for node in needed if node not in ours)  # a fused attention took its place
+        if read or lost or any(map(_is_unused, self.products)):
             return True
         graph, made = self.new[-1].graph, dict[Node, Node]()
+        together = any(old.before._erased and old.before not in ours for old in self.old)
         for old in self.old:
             args, kwargs = (map_arg(each, lambda node: made.get(node, node)) for each in (old.args, old.kwargs))
             before = made.get(old.before, old.before)
-            with graph.inserting_before(self.new[0]) if before._erased else graph.inserting_after(before):
+            with graph.inserting_before(self.new[0]) if together else graph.inserting_after(before):
                 node = graph.create_node(old.op, old.target, args, kwargs)
             node.name = old.name  # the graph itself would not give it twice
             node.meta.update(old.meta)

@@ -239,6 +239,20 @@ def test_several_parts_are_left_in_their_order():
     assert len({write.args[0] for write in writes}) == 1
 
 
+def test_an_output_that_is_written_to_is_fused_all_the_same():
+    def function(q, k, v, m):
+        s = scores(q, k)
+        s[..., 1:, 1:] += m[..., 1:, 1:]
+        out = s.softmax(-1) @ v
+        out[..., 1:, :] += q[..., 1:, :]
+        out[..., 0] = 0
+        return out.transpose(1, 2).flatten(2)
+
+    arguments, backend = inputs(), Backend()
+    torch.testing.assert_close(compiled(function, backend)(*arguments), function(*arguments))
+    backend.rewrite()
+
+
 def test_an_input_that_is_written_to_stays_written():
     def function(s, v):
         s[..., 5:] = -INF
