@@ -68,6 +68,12 @@ class Trial:
 
 def _is_unused(node: Node) -> bool:
     """Whether a node is gone, or nothing that stays reads its elements."""
-    return node._erased or all(
-        is_shape_only(user) or (user.op != "output" and not mutates(user) and _is_unused(user)) for user in node.users
-    )
+    seen, queue = {node}, [] if node._erased else [node]
+    while queue:
+        for user in queue.pop().users:
+            if not is_shape_only(user) and user not in seen:
+                if user.op == "output" or mutates(user):
+                    return False
+                seen.add(user)
+                queue.append(user)
+    return True

@@ -262,3 +262,17 @@ def test_an_input_that_is_written_to_stays_written():
     ours = given.clone()
     torch.testing.assert_close(compiled(function, Backend())(ours, value), function(given, value))
     torch.testing.assert_close(ours, given)
+
+
+def test_a_long_program_behind_a_part():
+    def function(q, k, v, m):
+        rest = m.clone()
+        rest[..., 0] = 0
+        out = scores(q, k).softmax(-1) @ v
+        for _ in range(700):
+            rest = rest + 1
+        return out, rest
+
+    arguments, backend = inputs(), Backend()
+    torch.testing.assert_close(compiled(function, backend)(*arguments), function(*arguments))
+    backend.rewrite()
