@@ -4,9 +4,9 @@ A bias that is added to a part is one for all of it with zeros around, and a num
 so before the graph is traced, and as it was again if nothing of it was fused.
 """
 
-import contextlib
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from omnicomp._torch.autograd.attention import known_shape, without_guards
 from omnicomp.analysis.nodes import insert_call
-from omnicomp.passes.attention.nodes import is_shape_only, kind, mutates
+from omnicomp.passes.attention.nodes import changes_grad_mode, is_shape_only, kind, mutates
 from omnicomp.passes.attention.trial import Old, Trial
 
 # Operators that return memory of their own, which nothing else shares.
@@ -22,6 +22,7 @@ _FRESH: Final = frozenset(
     "matmul bmm baddbmm einsum mul div truediv add sub masked_fill softmax clone zeros ones full "
     "zeros_like ones_like full_like new_zeros new_ones new_full".split()
 )
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int32, torch.int64)
 _VIEWS: Final = ("view", "reshape")
 _SUMS: Final[dict[str, Callable[..., Any]]] = {
     **dict.fromkeys(("add", "add_", "iadd"), torch.add),
@@ -31,7 +32,12 @@ _LONGEST: Final = 8
 
 
 def gather_parts(graph: Graph) -> list[Trial]:
-    """Write each change of a part of scores or weights as one of all of them."""
+    """Write each change of a part of scores, weights or masks as one of all of them.
+
+    A graph that switches gradients off or on is left alone: a part without gradients would take all of them along.
+    """
+    if any(map(changes_grad_mode, graph.nodes)):
+        return []
     writes = [node for node in graph.nodes if node.target is operator.setitem]
     return [made for node in writes if (made := _gathered(node)) is not None]
 
@@ -41,10 +47,17 @@ def _gathered(write: Node) -> Trial | None:
     if not isinstance(whole, Node) or not _is_tensor(whole):
         return None
     fake: torch.Tensor = whole.meta["example_value"]
-    if not fake.is_floating_point() and not isinstance(value, int):
+    plain = hasattr(fake, "fake_mode") and fake.layout is torch.strided and fake.dtype in _DTYPES
+    if not plain or not (fake.is_floating_point() or isinstance(value, int)):
         return None
     if kind(whole) not in _FRESH or mutates(whole) or write.users or write.graph is not whole.graph:
         return None
+    if isinstance(value, int | float) and fake.is_floating_point() and math.isfinite(value):
+        most = torch.finfo(fake.dtype).max
+        if most < abs(value) < 2 * most:
+            return None  # it may be rounded to a finite number
+        if abs(value) > most:
+            value = math.copysign(math.inf, value)
     bounds = _bounds(index, fake)
     if bounds is None:
         return None
@@ -56,8 +69,10 @@ def _gathered(write: Node) -> Trial | None:
         return None  # it may be seen through a view
     if isinstance(value, Node) and (steps is None or not _keeps_index(index) or not _same(steps[0], value)):
         return None
+    if steps is not None and any(mutates(node) and node not in steps for node in _between(steps[0], write)):
+        return None  # what is added may be written to since
     new: list[Node] = []
-    fake_mode: Any = getattr(fake, "fake_mode", contextlib.nullcontext())
+    fake_mode: Any = getattr(fake, "fake_mode", None)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Node:
         with fake_mode:  # also where no operand is fake
@@ -110,6 +125,12 @@ def _bounds(index: Any, fake: torch.Tensor) -> list[tuple[int, int, int]] | None
         bounds.append((span.start, span.stop, size))
     partly = any((start, stop) != (0, size) for start, stop, size in bounds)
     return bounds if len(bounds) == fake.dim() == len(items) and partly else None
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    while first is not last:
+        yield first
+        first = first.next
 
 
 def _is_tensor(node: Node) -> bool:

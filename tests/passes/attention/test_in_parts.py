@@ -171,6 +171,21 @@ def another_part(q, k, v, m):
     return s.softmax(-1) @ v
 
 
+def a_bias_that_changes_in_between(q, k, v, m):
+    s, b = scores(q, k), m[..., 1:] * 2
+    part = s[..., 1:] + b
+    b.zero_()
+    s[..., 1:] = part
+    return s.softmax(-1) @ v
+
+
+def without_gradients(q, k, v, m):
+    s = scores(q, k)
+    with torch.no_grad():
+        s[..., 1:] += m[..., 1:]
+    return s.softmax(-1) @ v
+
+
 def of_the_program(q, k, v, m):
     s = m.expand(2, 4, 6, 8).clone()
     s[..., 5:] = -INF
@@ -192,6 +207,8 @@ def scores_returned(q, k, v, m):
         a_part_that_is_used_again,
         a_smaller_part,
         another_part,
+        a_bias_that_changes_in_between,
+        without_gradients,
         of_the_program,
         scores_returned,
     ],
@@ -237,6 +254,18 @@ def test_several_parts_are_left_in_their_order():
     writes = graph.graph.find_nodes(op="call_function", target=operator.setitem)
     assert [write.args[1] for write in writes] == [(..., slice(None, 2)), (..., slice(5, None)), (..., slice(1, 4))]
     assert len({write.args[0] for write in writes}) == 1
+
+
+@pytest.mark.parametrize("value", [-1e9, -70000.0])
+def test_a_number_beyond_the_dtype_is_infinite(value):
+    def function(q, k, v):
+        s = scores(q, k)
+        s[..., 5:] = value
+        return s.softmax(-1) @ v
+
+    arguments, backend = [x.half() for x in inputs()[:3]], Backend()
+    torch.testing.assert_close(compiled(function, backend)(*arguments), function(*arguments), rtol=2e-3, atol=2e-3)
+    assert backend.of(Rewrite) or value == -70000.0
 
 
 def test_an_output_that_is_written_to_is_fused_all_the_same():
