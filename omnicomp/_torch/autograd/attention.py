@@ -12,6 +12,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Scores beyond this are not tried unfused: moving them to memory and back takes longer than a fused kernel.
+SCORES_BYTES: Final = 1 << 30
 SDPA: Final[Any] = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 """`scaled_dot_product_attention` itself: context parallel puts another function in its place in torch.nn.functional."""
 

@@ -18,16 +18,14 @@ from torch._inductor.utils import BoxedBool
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from omnicomp._torch.autograd.attention import SDPA, kernel_first
+from omnicomp._torch.autograd.attention import SCORES_BYTES, SDPA, kernel_first
 from omnicomp._torch.devices.precision import allow_tf32
 from omnicomp._torch.devices.timer import DeviceTimer
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a tensor."""
 
-# Scores beyond this are not made for a comparison: moving them to memory and back takes longer than a fused kernel. In
-# float32 an H200's training takes 1.37 times as long fused, with scores of 2 GiB and a head size of 128.
-_SCORES_BYTES: Final = 1 << 30
+# In float32 an H200's training takes 1.37 times as long fused, with scores of 2 GiB and a head size of 128.
 _SCORES_BYTES_FLOAT32: Final = 1 << 32
 
 
@@ -110,7 +108,7 @@ class Bench(DeviceTimer):
         (batch, heads, queries, _), keys = self.problem.query[0], self.problem.key[0][2]
         itemsize = 4 if self.problem.unfused == "call" else self.problem.dtype.itemsize
         size = batch * heads * queries * keys * itemsize
-        most = _SCORES_BYTES_FLOAT32 if self.problem.dtype is torch.float32 else _SCORES_BYTES
+        most = _SCORES_BYTES_FLOAT32 if self.problem.dtype is torch.float32 else SCORES_BYTES
         return size <= most and 6 * size <= self.free()
 
     def kernel(self, name: str) -> float:

@@ -6,11 +6,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.autograd.attention import hint_of
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.assumptions import Added, Assumption, mask_assumption, worth
 from omnicomp.passes.attention.build import Builder, value_of
-from omnicomp.passes.attention.flexible import SPARSE_PAIRS, skips_blocks
+from omnicomp.passes.attention.flexible import SPARSE_PAIRS, count, skips_blocks
 from omnicomp.passes.attention.form import LEAST_IN_HALF, SWALLOWS, Form
 from omnicomp.passes.attention.masking import Masking, added_term, hides, known_masking, mask_key, with_class
 from omnicomp.passes.attention.masks import Mask, sees_first_key, under
@@ -130,7 +129,7 @@ class _Wish:
             if axes & queries and axes & keys:
                 strong.add("causal")
                 sparse = skips_blocks(site) and rest.is_full and not site.dropout and not floors
-                if sparse and _count(queries | keys) >= SPARSE_PAIRS:
+                if sparse and count(queries | keys) >= SPARSE_PAIRS:
                     strong |= {"band", "prefix", "runs"}
         weak = set[str]()
         guarded = 0
@@ -141,7 +140,7 @@ class _Wish:
             if site.dtype is torch.float16 and len(biases) != len(masking.biases):
                 weak = set()  # several biases may together be as low as what swallows scores
             shown = {axis for step in form.mask for axis in axes_of_step(step)}
-            guarded = _count(shown) if weak and shown & keys else 0
+            guarded = count(shown) if weak and shown & keys else 0
         if not (strong or weak):
             return None
         return cls(
@@ -153,7 +152,7 @@ class _Wish:
             is_causal="causal" in strong or ("full" in strong and rest.is_causal and not rest.is_full),
             guarded=guarded,
             name=masking.name,
-            flops=4 * _count(flat((*(axis for group in groups for axis in group), *site.features))),
+            flops=4 * count(flat((*(axis for group in groups for axis in group), *site.features))),
         )
 
     @property
@@ -214,14 +213,6 @@ def _named(groups: _Groups) -> dict[str, tuple[Axis, ...]]:
 
 def _hides_at(term: Term) -> float:
     return LEAST_IN_HALF if term.dtype is torch.float16 else SWALLOWS
-
-
-def _count(axes: Any) -> int:
-    """How many elements there are, for the sizes seen at compile time."""
-    total = 1
-    for axis in axes:
-        total *= hint_of(axis.size)
-    return total
 
 
 def _reason(sentence: str, name: str) -> Reason:

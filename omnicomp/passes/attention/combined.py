@@ -5,7 +5,7 @@ before the graph is traced, and as it was again if neither became one.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from omnicomp._torch.autograd.attention import known_equal, known_shape
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.nodes import is_shape_only, kind, mutates
-from omnicomp.passes.attention.trial import Old, Trial
+from omnicomp.passes.attention.trial import Old, Trial, between
 
 _PRODUCTS: Final = ("matmul", "bmm", "einsum")
 _SIGNS: Final[dict[str, Callable[..., Any]]] = {"add": torch.add, "sub": torch.sub}
@@ -63,7 +63,7 @@ def _distributed(product: Node) -> Trial | None:
         return None
     gone = [n for n in combined.args if isinstance(n, Node) and n not in (first.weights, second.weights)]
     gone = sorted({*gone, combined, product})
-    if any(map(mutates, _between(gone[0], product))):
+    if any(map(mutates, between(gone[0], product))):
         return None
     with (
         torch.set_grad_enabled(_fake(product).requires_grad),
@@ -185,13 +185,6 @@ def _checked(parent: Any, dim: Any, place: Any) -> tuple[Node, int, int] | None:
 
 def _used_by(node: Node, user: Node) -> bool:
     return all(each is user or is_shape_only(each) for each in node.users) and len(node.users) == 1
-
-
-def _between(first: Node, last: Node) -> Iterator[Node]:
-    node = first
-    while node is not last:
-        yield node
-        node = node.next
 
 
 def _fake(node: Node) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from omnicomp._torch.autograd.attention import hint_of, known_equal
+from omnicomp._torch.autograd.attention import SCORES_BYTES, hint_of, known_equal
 from omnicomp.analysis.nodes import fake_value
 from omnicomp.passes.attention.flex import FlexSpec, insert_flex, unsupported
 from omnicomp.passes.attention.form import Form, number
@@ -43,8 +43,8 @@ _FOR_BLOCKS: Final = {
 # In 16 bits it takes longer only in training with wide heads and few keys, and there only than unfused code.
 _WIDE_HALF: Final = 1.7
 _FEW_KEYS: Final = 4096
-_SCORES_BYTES: Final = 1 << 30  # more are not tried unfused
-_FASTER: Final = 0.95
+# FlexAttention is taken where it takes at most so much of the time of unfused code.
+_MOST_TIME: Final = 0.95
 
 
 def skips_blocks(site: Site) -> bool:
@@ -61,7 +61,7 @@ def flex_pays(site: Site, form: Form, masking: Masking, session: Session) -> boo
         return False
     if masking.runs:
         return True
-    pairs = _count((*site.queries, *site.keys))
+    pairs = count((*site.queries, *site.keys))
     if masking.biases:
         masking = own_masking(site, form, masking, session.reader)
         computed = all(isinstance(s, Add) and _computed(s.term, site, session) is not None for s in masking.biases)
@@ -78,28 +78,29 @@ def too_slow(site: Site, masking: Masking, session: Session) -> bool:
         width = next((limit for limit in (32, 64, 128) if size <= limit), 256)
         for_blocks = _FOR_BLOCKS[width, training][session.tf32]
     else:
-        keys = _count(site.keys)
-        scores = keys * _count((*site.batch, *site.queries)) * site.dtype.itemsize
-        measured = session.budget.enabled and scores <= _SCORES_BYTES
+        keys = count(site.keys)
+        scores = keys * count((*site.batch, *site.queries)) * site.dtype.itemsize
+        measured = session.budget.enabled and scores <= SCORES_BYTES
         if not (training and size > 128 and keys < _FEW_KEYS and measured):
             return False
         for_blocks = _WIDE_HALF
-    return _FIXED + for_blocks * _visited(site, masking) > _FASTER
+    return _FIXED + for_blocks * _visited(site, masking) > _MOST_TIME
 
 
-def _count(axes: Iterable[Axis]) -> int:
+def count(axes: Iterable[Axis]) -> int:
+    """How many elements there are along some axes, for the sizes seen at compile time."""
     return math.prod(hint_of(axis.size) for axis in flat(axes))
 
 
 def _size(site: Site) -> int:
-    return max(map(_count, (site.features, site.value_features)))
+    return max(map(count, (site.features, site.value_features)))
 
 
 def _visited(site: Site, masking: Masking) -> float:
     """The share of blocks that FlexAttention visits, at most."""
     if masking.runs:
         return VISITED
-    queries, keys = map(_count, (site.queries, site.keys))
+    queries, keys = map(count, (site.queries, site.keys))
     mask = masking.mask
     left, right = (None, None) if mask is None else mask.window or (None, mask.offset)
     if mask is not None and mask.bottom_right:
@@ -141,7 +142,9 @@ def insert(site: Site, form: Form, masking: Masking, attempt: Attempt) -> Chosen
             "FlexAttention's kernels are slower for this dtype and head size than the attention as it is written",
             observed=f"{site.dtype}, head size {_size(site)}, {_visited(site, masking):.0%} of the blocks visited",
             needed="16-bit operands, TF32, narrower heads, or a mask that leaves out more",
-            lever="torch.set_float32_matmul_precision('high'), or options={'dtype_policy': 'bf16'}",
+            lever="torch.set_float32_matmul_precision('high'), or options={'dtype_policy': 'bf16'}"
+            if site.dtype is torch.float32
+            else "options={'attention_seconds': 0} takes FlexAttention, which needs less memory",
             code="not_profitable",
         )
     masking = own_masking(site, form, masking, session.reader)

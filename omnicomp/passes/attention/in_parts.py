@@ -6,7 +6,7 @@ so before the graph is traced, and as it was again if nothing of it was fused.
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from omnicomp._torch.autograd.attention import known_shape, without_guards
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.nodes import changes_grad_mode, is_shape_only, kind, mutates
-from omnicomp.passes.attention.trial import Old, Trial
+from omnicomp.passes.attention.trial import Old, Trial, between
 
 # Operators that return memory of their own, which nothing else shares.
 _FRESH: Final = frozenset(
@@ -52,6 +52,8 @@ def _gathered(write: Node) -> Trial | None:
         return None
     if kind(whole) not in _FRESH or mutates(whole) or write.users or write.graph is not whole.graph:
         return None
+    if kind(whole) == "einsum" and len(whole.all_input_nodes) < 2:
+        return None  # of one operand, it is a view
     if isinstance(value, int | float) and fake.is_floating_point() and math.isfinite(value):
         most = torch.finfo(fake.dtype).max
         if most < abs(value) < 2 * most:
@@ -69,7 +71,7 @@ def _gathered(write: Node) -> Trial | None:
         return None  # it may be seen through a view
     if isinstance(value, Node) and (steps is None or not _keeps_index(index) or not _same(steps[0], value)):
         return None
-    if steps is not None and any(mutates(node) and node not in steps for node in _between(steps[0], write)):
+    if steps is not None and any(mutates(node) and node not in steps for node in between(steps[0], write)):
         return None  # what is added may be written to since
     new: list[Node] = []
     fake_mode: Any = getattr(fake, "fake_mode", None)
@@ -125,12 +127,6 @@ def _bounds(index: Any, fake: torch.Tensor) -> list[tuple[int, int, int]] | None
         bounds.append((span.start, span.stop, size))
     partly = any((start, stop) != (0, size) for start, stop, size in bounds)
     return bounds if len(bounds) == fake.dim() == len(items) and partly else None
-
-
-def _between(first: Node, last: Node) -> Iterator[Node]:
-    while first is not last:
-        yield first
-        first = first.next
 
 
 def _is_tensor(node: Node) -> bool:

@@ -402,7 +402,7 @@ class _Match:
             )
         if op.name == "overwritten":
             return self._ended(
-                "a part of the weights is written to, otherwise than by zero",
+                "a part of the weights is written to, otherwise than by zero at fixed places",
                 "weights that go to the values as they are",
                 op,
                 lever="hide keys before the softmax, scores.masked_fill(~mask, float('-inf'))",
@@ -479,7 +479,7 @@ class _Match:
                 )
             if where is not None and where.name == "overwritten":
                 raise self._ended(
-                    "a part of the scores is written to, otherwise than by a number or a sum",
+                    "a part of the scores is written to, otherwise than by a number or a sum at fixed places",
                     "one expression for all scores",
                     where,
                     lever="write it for all of them: scores = scores * torch.where(part, factor, 1.0)",

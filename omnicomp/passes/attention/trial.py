@@ -1,6 +1,7 @@
 """Nodes that are written another way for the pass to read, and as they were again if nothing of it was fused."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import Node
@@ -64,6 +65,13 @@ class Trial:
         for node in reversed(self.new):
             graph.erase_node(node)
         return False
+
+
+def between(first: Node, last: Node) -> Iterator[Node]:
+    """The nodes of a graph from one on, up to another one, which is left out."""
+    while first is not last:
+        yield first
+        first = first.next
 
 
 def _is_unused(node: Node) -> bool:

@@ -224,7 +224,10 @@ def test_what_is_not_fused_is_left_as_it_was(function):
 def test_another_change_of_a_part_is_told():
     backend = Backend()
     compiled(a_factor_of_a_part, backend)(*inputs())
-    assert backend.miss().sentence == "a part of the scores is written to, otherwise than by a number or a sum"
+    assert (
+        backend.miss().sentence
+        == "a part of the scores is written to, otherwise than by a number or a sum at fixed places"
+    )
     assert "torch.where" in backend.miss().lever
 
 
@@ -236,7 +239,19 @@ def test_another_change_of_a_part_of_the_weights_is_told():
 
     backend = Backend()
     compiled(function, backend)(*inputs()[:3])
-    assert backend.miss().sentence == "a part of the weights is written to, otherwise than by zero"
+    assert backend.miss().sentence == "a part of the weights is written to, otherwise than by zero at fixed places"
+
+
+def test_what_is_a_view_of_an_input_is_written_to_in_the_input():
+    def function(s, v):
+        seen = torch.einsum("bhkq->bhqk", s)
+        seen[..., 5:] = -INF
+        return seen.softmax(-1) @ v
+
+    given, value = torch.randn(2, 4, 8, 6), inputs()[2]
+    ours = given.clone()
+    torch.testing.assert_close(compiled(function, Backend())(ours, value), function(given, value))
+    torch.testing.assert_close(ours, given)
 
 
 def test_several_parts_are_left_in_their_order():
