@@ -13,8 +13,13 @@ not seen in them: where the device has begun with a call before the host is thro
 the host all the time, and a replay need only save the host's time. The device begins with a replay when all of it is
 prepared, and with a plain call at the first kernel. So a replay may take longer there from begin to end, if calls
 follow each other faster.
+
+Layers may share a graph. In a step of training, the recording of a layer follows that of the layer before it, and is
+not replayed behind another one. So a graph goes from plain calls to replays, and is timed again, at the beginning of a
+round only: with the first layer of a step's forward or backward.
 """
 
+import collections
 import dataclasses
 import itertools
 import statistics
@@ -35,6 +40,7 @@ from omnicomp.lowerings import Executable, LoweringContext
 from omnicomp.lowerings.overrides.registry import registered
 from omnicomp.timeline import CudaGraph, Reason, Timeline
 
+_FEW: Final = 2  # kernels, of which plain calls are faster than a replay and its copies
 _FIRST: Final = 8  # calls before the first one that is timed: they compile kernels
 _SAMPLES: Final = 4  # calls of each way that are timed
 _AGAIN: Final = 8  # times as many calls, after which they are timed again
@@ -46,11 +52,14 @@ _HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
 _DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
 _LATENCY: Final = 1.1  # the same where calls follow each other faster
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
-_NODES: Final = 64  # warm-ups and recordings of one of them; layers that share a graph take one recording each
+_NODES: Final = 64  # warm-ups and recordings of one of them
+_FORMS: Final = 6  # or as many for each layer that shares its graph: recorded anew where another graph comes before it
 _STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
-_UNSTABLE: Final = 16  # further warm-ups and recordings, after which replays must be in the majority
+_UNSTABLE: Final = 16  # beside two for each layer, after which replays must be in the majority
 _ATTEMPTS: Final = 2  # at that, as inputs move in the pool while other graphs are still measured
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
+_ROUND: Final = 256  # calls of a graph after which a new round begins, should the first weights not recur
+_ROUNDS: Final = 4  # or as many rounds, of a backward without its forward
 
 
 class Mark(Protocol):
@@ -125,12 +134,31 @@ _Sample = tuple[Mark, Mark, float]
 """Before and after a call, and the seconds until it returned."""
 
 
+@dataclasses.dataclass
+class _Phase:
+    """Whether the calls on a device are those of forwards or of backwards, and how often that has changed."""
+
+    backward: bool = False
+    number: int = 0
+
+
+_phases: Final = collections.defaultdict[int, _Phase](_Phase)
+
+
 @dataclasses.dataclass(eq=False)
 class _Sizes:
-    """What is known of the calls of one combination of sizes."""
+    """What is known of the calls of one combination of sizes.
+
+    A round is the calls of a graph in one phase, or those from one with some weights to the next one with the same.
+    """
 
     sizes: tuple[int, ...]
     calls: int = 0
+    phase: int = -1  # that of the last call
+    first: int = 0  # which weights the round began with
+    round: int = 0  # calls in it so far
+    layers: int = 0  # calls of the longest round
+    replaying: bool = False  # whether it is replays that are timed now
     replays: int = 0
     work: int = 0
     attempts: int = 0
@@ -205,7 +233,11 @@ class Recording:
         return piece
 
     def _around(self, call: Boxed) -> Boxed:
+        part, phase = self._recordable.part, _phases[self._recordable.device]
+
         def around(inputs: list[Any]) -> Sequence[Any]:
+            if part != "inference" and phase.backward != (part == "backward"):
+                phase.backward, phase.number = part == "backward", phase.number + 1
             self._recorders.release_retired()
             if self._integers is None:
                 self._integers = tuple(i for i, value in enumerate(inputs) if isinstance(value, int))
@@ -218,24 +250,46 @@ class Recording:
             if (sizes.final and sizes.verdict == "plain") or self._recorders.capturing():
                 return call(inputs)
             sizes.calls += 1
-            if not self._records(sizes):
+            if not self._records(sizes, inputs):
                 return self._plain(call, inputs, sizes)
             return self._recorded(call, inputs, sizes)
 
         around._boxed_call = True  # type: ignore[attr-defined]
         return around
 
-    def _records(self, sizes: _Sizes) -> bool:
+    def _records(self, sizes: _Sizes, inputs: list[Any]) -> bool:
         """Whether a call is one to record or to replay."""
         if self._always:
             return sizes.calls > 1 and sizes.verdict != "plain"
+        begins = self._begins_round(sizes, inputs)
         if sizes.verdict:
-            if sizes.final or sizes.calls <= sizes.begin:
+            if sizes.final or sizes.calls <= sizes.begin or not begins:
                 return sizes.verdict == "recorded"
             sizes.before, sizes.verdict, sizes.waited = sizes.verdict, "", 0
-        if len(sizes.plain) < _SAMPLES:
-            return False
-        return self._decide(sizes) if len(sizes.recorded) >= _SAMPLES else True
+        if not sizes.replaying:
+            if len(sizes.plain) < _SAMPLES or not begins:
+                return False
+            sizes.replaying = True
+        return len(sizes.recorded) < _SAMPLES or self._decide(sizes)
+
+    def _begins_round(self, sizes: _Sizes, inputs: list[Any]) -> bool:
+        number = _phases[self._recordable.device].number
+        begins, sizes.phase = sizes.phase != number, number
+        if not sizes.verdict or sizes.calls > sizes.begin:
+            address = self._weights(inputs)
+            again = begins or address == sizes.first
+            if again:
+                sizes.layers = max(sizes.layers, sizes.round)
+            begins = again or sizes.round >= _ROUND
+            if begins:
+                sizes.first, sizes.round = address, 0
+            sizes.round += 1
+        return begins
+
+    def _weights(self, inputs: list[Any]) -> int:
+        """An address that tells sets of weights apart, or what a forward saved."""
+        weight = inputs[self._recordable.static[0]] if self._recordable.static else None
+        return weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
 
     def _plain(self, call: Boxed, inputs: list[Any], sizes: _Sizes) -> Sequence[Any]:
         timed = not self._always and sizes.calls > sizes.begin and not sizes.verdict and len(sizes.plain) < _SAMPLES
@@ -266,12 +320,12 @@ class Recording:
             sizes.refused = 0
             if part == "backward" and not self._can_follow(recorder, inputs):
                 sizes.apart += 1
-                if sizes.apart > _APART:
+                if sizes.apart > max(_APART, _ROUNDS * sizes.layers):
                     self._settle(sizes, "what its forward saves lies elsewhere in each call")
                 return call(inputs)
             sizes.apart = 0
             keeps = part == "backward" and keeps_graph()
-            if not sizes.work:
+            if not sizes.work and not sizes.replays:
                 pooled = sum(size for address, size in _storages(inputs).items() if recorder.owns(address))
                 if reason := recorder.over_budget(pooled + sizes.made, self._limit):
                     self._settle(sizes, reason)
@@ -281,8 +335,7 @@ class Recording:
                 return call(inputs)
             recorder.users.add(sizes)
             work, plain, sampled = recorder.work, recorder.plain, not sizes.verdict and not self._always
-            weight = inputs[self._recordable.static[0]] if self._recordable.static else None
-            address = weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
+            address = self._weights(inputs)
             begin, start = recorder.mark() if sampled else None, time.perf_counter()
             self._thread = threading.get_ident()
             try:
@@ -339,7 +392,8 @@ class Recording:
             return self._settle(sizes, recorder.failure)
         pieces = max(1, len(self._recordable.pieces))
         work = sizes.work / pieces
-        if work > _NODES or (work - len(sizes.weights) > _UNSTABLE and work > sizes.replays):
+        many = work > max(_NODES, _FORMS * sizes.layers)
+        if many or (work - 2 * max(len(sizes.weights), sizes.layers) > _UNSTABLE and work > sizes.replays):
             why = f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
             sizes.attempts += 1
             sizes.work = sizes.replays = 0
@@ -356,9 +410,9 @@ class Recording:
         return None
 
     def _decide(self, sizes: _Sizes) -> bool:
-        """Keep the faster way, once all marks have passed; whether that is the recorded one."""
+        """Keep the faster way, once all marks have passed; whether a call is to be replayed."""
         if not all([mark.query() for *marks, _ in (*sizes.plain, *sizes.recorded) for mark in marks]):
-            return False
+            return True
         plain, recorded = _median(sizes.plain), _median(sizes.recorded)
         device, replayed = _on_device(sizes.plain), _on_device(sizes.recorded)
         host, replaying = _host(sizes.plain), _host(sizes.recorded)
@@ -376,6 +430,7 @@ class Recording:
     ) -> None:
         hosts = [_host(samples) if plain else 0.0 for samples in (sizes.plain, sizes.recorded)]
         sizes.verdict, sizes.final, sizes.begin = "plain" if why else "recorded", final, _AGAIN * sizes.calls
+        sizes.replaying = False
         sizes.plain.clear()
         sizes.recorded.clear()
         recorder = self._recorder
@@ -407,14 +462,17 @@ def record_calls(result: Executable, context: LoweringContext, subgraph: str) ->
     recordable = result.recordable
     if recordable is None:
         return result
+    always = context.policy.cudagraphs == "always"
     why = recordable.reason or _uncapturable(result.attest()[1])
+    if not why and not always and recordable.launches is not None and recordable.launches <= _FEW:
+        why = f"it launches no more than {_FEW} kernels"
     if why:
         context.timeline.append(CudaGraph(**context.where(subgraph), state="plain", reason=not_recorded(why)))
         return result
     Recording(
         recordable,
         cuda_recorders(),
-        always=context.policy.cudagraphs == "always",
+        always=always,
         limit=context.policy.cudagraphs_bytes,
         timeline=context.timeline,
         where={**context.where(subgraph)},

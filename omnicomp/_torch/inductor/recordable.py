@@ -26,6 +26,10 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 # A call of attention with a probability of dropout among its positional arguments; `scale` goes by its name.
 _DROPS: Final = re.compile(r"_attention(?:_forward|_backward)?\b[.\w]*\([^\n]*?(?<![\w.=])0\.\d*[1-9]")
 
+# In generated code, a call of a kernel that Inductor generated, and of any other one.
+_LAUNCH: Final = re.compile(r"^\s*\w+\.run\(", re.MULTILINE)
+_CALL: Final = re.compile(r"^\s*(?![\s#]).*?\b(?:extern_kernels|torch\.ops|aten)\.[\w.]+\(", re.MULTILINE)
+
 VISIBLE_KEY: Final = "omnicomp_visible"
 """Among a graph's `fx_kwargs`: how many of its outputs the program may see; -1 are all."""
 
@@ -52,6 +56,7 @@ class Recordable:
     visible: int = -1  # how many of the outputs the program may see; autograd alone sees those behind them
     pieces: Sequence[Piece] = ()  # what is recorded, in the order of the calls
     reason: str = ""  # why nothing is recorded; empty if it can be
+    launches: int | None = None  # of kernels that Inductor generated, if it calls no others
     _compiled: CompiledFxGraph | None
     _partitioned: bool = False
 
@@ -146,11 +151,18 @@ def _recordable(compiled: CompiledFxGraph, visible: int, constants: Mapping[str,
         device=device,
         static=static,
         visible=visible,
+        launches=_launches(compiled.source_code),
         pieces=pieces,
         reason="" if pieces else "no part of it can be recorded",
         _compiled=compiled,
         _partitioned=maps is not None,
     )
+
+
+def _launches(source: str) -> int | None:
+    """How many kernels generated code launches; None if it calls others, or is not Python."""
+    found = len(_LAUNCH.findall(source))
+    return None if not found or _CALL.search(source) else found
 
 
 def _reason(compiled: CompiledFxGraph, part: str, visible: int) -> str:
