@@ -466,6 +466,17 @@ def test_recordings_beyond_the_bytes_are_dropped_with_a_reason() -> None:
     assert "999" in event.reason.sentence
 
 
+def test_the_memory_is_asked_for_once_where_recordings_are_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    recorder = FakeRecorder()
+    monkeypatch.setattr(recorder, "recorded", lambda piece, model: model)
+    monkeypatch.setattr(recorder, "over_budget", lambda expected, limit: asked.append(expected))
+    run, _ = recording(recorder, always=True)
+    for _ in range(20):
+        run(torch.ones(2))
+    assert len(asked) == 1
+
+
 def test_what_is_known_to_need_more_is_not_recorded_and_the_recordings_of_others_stay() -> None:
     saved = torch.ones(3)
     for limit, state in ((23, "plain"), (24, "recorded")):
@@ -704,6 +715,25 @@ def test_the_pieces_of_a_cut_graph_are_recorded_each(as_on_cuda: FakeRecorder) -
         torch.testing.assert_close(value, function(x))
     told = [(event.subgraph.rpartition(".")[2], event.state) for event in events() if isinstance(event, CudaGraph)]
     assert sorted(told) == [("0", "recorded"), ("2", "recorded")]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("launches", "how", "states"),
+    [(2, "auto", ["plain"]), (3, "auto", []), (None, "auto", []), (2, "always", ["recorded"])],
+)
+def test_a_graph_of_two_kernels_is_not_recorded(
+    as_on_cuda: FakeRecorder, monkeypatch: pytest.MonkeyPatch, launches: int | None, how: str, states: list[str]
+) -> None:
+    monkeypatch.setattr("omnicomp._torch.inductor.recordable._launches", lambda source: launches)
+    compiled: Any = torch.compile(lambda x: x.sin() + 1, backend="omni", options={"cudagraphs": how})
+    for _ in range(4):
+        x = torch.randn(3)
+        torch.testing.assert_close(compiled(x), x.sin() + 1)
+    told = [event for event in events() if isinstance(event, CudaGraph)]
+    assert [event.state for event in told] == states
+    for event in told:
+        assert event.reason is None or "no more than 2 kernels" in event.reason.sentence
 
 
 @pytest.mark.inductor
