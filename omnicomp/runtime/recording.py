@@ -52,14 +52,14 @@ _HOST_SECONDS: Final = 2e-5  # and the seconds of it that it must save
 _DEVICE: Final = 1.02  # what it may take of the device's time then, for its copies
 _LATENCY: Final = 1.1  # the same where calls follow each other faster
 _SIZES: Final = 16  # combinations of sizes of a graph that are recorded
-_NODES: Final = 64  # warm-ups and recordings of one of them
-_FORMS: Final = 6  # or as many for each layer that shares its graph: recorded anew where another graph comes before it
+_NODES: Final = 64  # warm-ups and recordings of one of them, or, if that is more,
+_NODES_OF_LAYER: Final = 6  # for each layer that shares the graph: recorded anew where another graph comes before it
 _STABLE: Final = 2  # warm-ups and recordings of a function whose inputs stay where they are
 _UNSTABLE: Final = 16  # beside two for each layer, after which replays must be in the majority
 _ATTEMPTS: Final = 2  # at that, as inputs move in the pool while other graphs are still measured
 _APART: Final = 64  # calls in a row that could not be replayed: on other streams, or of a backward without its forward
+_APART_ROUNDS: Final = 4  # or rounds of a backward without its forward, if that is more
 _ROUND: Final = 256  # calls of a graph after which a new round begins, should the first weights not recur
-_ROUNDS: Final = 4  # or as many rounds, of a backward without its forward
 
 
 class Mark(Protocol):
@@ -320,7 +320,7 @@ class Recording:
             sizes.refused = 0
             if part == "backward" and not self._can_follow(recorder, inputs):
                 sizes.apart += 1
-                if sizes.apart > max(_APART, _ROUNDS * sizes.layers):
+                if sizes.apart > max(_APART, _APART_ROUNDS * sizes.layers):
                     self._settle(sizes, "what its forward saves lies elsewhere in each call")
                 return call(inputs)
             sizes.apart = 0
@@ -392,7 +392,7 @@ class Recording:
             return self._settle(sizes, recorder.failure)
         pieces = max(1, len(self._recordable.pieces))
         work = sizes.work / pieces
-        many = work > max(_NODES, _FORMS * sizes.layers)
+        many = work > max(_NODES, _NODES_OF_LAYER * sizes.layers)
         if many or (work - 2 * max(len(sizes.weights), sizes.layers) > _UNSTABLE and work > sizes.replays):
             why = f"{sizes.work} of its calls had to be recorded: addresses of inputs, or what is held, change"
             sizes.attempts += 1

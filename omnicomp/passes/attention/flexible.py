@@ -86,7 +86,7 @@ def too_slow(site: Site, masking: Masking, session: Session) -> bool:
         if not (training and size > 128 and keys < _FEW_KEYS and measured):
             return False
         for_blocks = _WIDE_HALF
-    capped = _CAPPED if any(isinstance(step, Function) for step in site.steps) else 1.0
+    capped = _CAPPED if any(isinstance(step, Function) for step in site.steps or ()) else 1.0
     return (_FIXED + for_blocks * _visited(site, masking)) * capped > _MOST_TIME
 
 
