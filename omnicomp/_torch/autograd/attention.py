@@ -121,6 +121,11 @@ def known_equal(left: Any, right: Any) -> bool:
     return left is right or bool(statically_known_true(left == right))
 
 
+def known_at_least(size: Any, least: int) -> bool:
+    """Whether a size is not smaller for every input that the graph is valid for; adds no guard."""
+    return bool(statically_known_true(size >= least))
+
+
 def known_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two fake tensors have the same shape for every input that the graph is valid for; adds no guard."""
     return left.dim() == right.dim() and all(map(known_equal, left.shape, right.shape))

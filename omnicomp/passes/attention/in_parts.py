@@ -4,15 +4,17 @@ A bias that is added to a part is one for all of it with zeros around, and a num
 so before the graph is traced, and as it was again if nothing of it was fused.
 """
 
+import dataclasses
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.fx import Graph, Node
 
-from omnicomp._torch.autograd.attention import known_shape, without_guards
+from omnicomp._torch.autograd.attention import known_at_least, known_shape, without_guards
 from omnicomp.analysis.nodes import insert_call
 from omnicomp.passes.attention.nodes import changes_grad_mode, is_shape_only, kind, mutates
 from omnicomp.passes.attention.trial import Old, Trial, between
@@ -29,6 +31,19 @@ _SUMS: Final[dict[str, Callable[..., Any]]] = {
     **dict.fromkeys(("sub", "sub_", "isub"), torch.sub),
 }
 _LONGEST: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """A part's beginning and end in one dimension, and the size of that; None are a symbolic size, and an end at it."""
+
+    start: int
+    stop: int | None
+    size: int | None
+
+    @property
+    def whole(self) -> bool:
+        return self.start == 0 and self.stop == self.size
 
 
 def gather_parts(graph: Graph) -> list[Trial]:
@@ -60,10 +75,12 @@ def _gathered(write: Node) -> Trial | None:
             return None  # it may be rounded to a finite number
         if abs(value) > most:
             value = math.copysign(math.inf, value)
-    bounds = _bounds(index, fake)
-    if bounds is None:
+    spans = _spans(index, fake)
+    if spans is None:
         return None
     steps = None if isinstance(value, int | float) else _sum(value, whole, index)
+    if steps is not None and not all(map(_reaches, fake.shape, spans)):
+        return None
     old = [write] if steps is None else [*steps, write]
     read = () if steps is None else (steps[0],)
     later = [user for user in whole.users if user > write]
@@ -85,14 +102,17 @@ def _gathered(write: Node) -> Trial | None:
     kept = tuple(map(Old.of, old))
     with torch.set_grad_enabled(trained), torch.autocast(fake.device.type, enabled=False), without_guards(fake):
         if steps is None:
-            result = call(torch.masked_fill, whole, _inside(bounds, fake, call), value)
+            result = call(torch.masked_fill, whole, _inside(spans, whole, call), value)
         else:
-            sizes = [
-                stop - start if size else call(torch.Tensor.size, whole, dim)
-                for dim, (start, stop, size) in enumerate(bounds)
+            sizes: list[Any] = [
+                call(torch.Tensor.size, whole, dim) if span.size is None else span.size
+                for dim, span in enumerate(spans)
             ]
-            zeros = call(torch.zeros, sizes, dtype=fake.dtype, device=fake.device)
-            padding = [n for start, stop, size in reversed(bounds) for n in (start, size - stop)]
+            ends = [size if span.stop is None else span.stop for span, size in zip(spans, sizes, strict=True)]
+            lengths = [_less(end, span.start, call) for span, end in zip(spans, ends, strict=True)]
+            zeros = call(torch.zeros, lengths, dtype=fake.dtype, device=fake.device)
+            around = [(span.start, _less(size, end, call)) for span, size, end in zip(spans, sizes, ends, strict=True)]
+            padding = [number for pair in reversed(around) for number in pair]
             padded = call(torch.ops.aten.constant_pad_nd.default, _bias(steps, zeros, call), padding)
             result = call(torch.add, whole, padded)
     for user in later:
@@ -102,31 +122,44 @@ def _gathered(write: Node) -> Trial | None:
     return Trial(products=(result,), new=tuple(new), old=kept, stands_for=whole)
 
 
-def _bounds(index: Any, fake: torch.Tensor) -> list[tuple[int, int, int]] | None:
-    """Where the part begins and ends in each dimension, and the size of that, or zeros for all of a symbolic one.
-
-    None if this is not known.
-    """
+def _spans(index: Any, fake: torch.Tensor) -> list[_Span] | None:
+    """The part in each dimension, or None if it is not known."""
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in items:
         place = items.index(Ellipsis)
         items[place : place + 1] = [slice(None)] * (fake.dim() - len(items) + 1)
     items += [slice(None)] * (fake.dim() - len(items))
-    bounds: list[tuple[int, int, int]] = []
-    sizes: list[Any] = list(fake.shape)
-    for item, size in zip(items, sizes, strict=False):
-        if item == slice(None, None, None):
-            bounds.append((0, 0, 0) if not isinstance(size, int) else (0, size, size))
-            continue
-        given = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
-        if not isinstance(size, int) or any(type(each) not in (int, type(None)) for each in given):
-            return None
+    spans = [_span(item, size) for item, size in zip(items, fake.shape, strict=False)]
+    known = [span for span in spans if span is not None]
+    partly = not all(span.whole for span in known)
+    return known if len(known) == len(spans) == fake.dim() == len(items) and partly else None
+
+
+def _span(item: Any, size: Any) -> _Span | None:
+    given = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
+    if any(type(each) not in (int, type(None)) for each in given):
+        return None
+    if isinstance(size, int):
         span = range(size)[item] if isinstance(item, slice) else range(size)[item : item + 1 or None]
-        if len(span) == 0 or span.step != 1:
-            return None
-        bounds.append((span.start, span.stop, size))
-    partly = any((start, stop) != (0, size) for start, stop, size in bounds)
-    return bounds if len(bounds) == fake.dim() == len(items) and partly else None
+        return _Span(span.start, span.stop, size) if len(span) and span.step == 1 else None
+    if not isinstance(item, slice) or item.step not in (None, 1):
+        return None
+    start, stop = item.start or 0, item.stop
+    if start < 0 or (stop is not None and stop <= start):
+        return None  # it is counted from the end, or empty
+    return _Span(start, None if stop is None or stop == sys.maxsize else stop, None)
+
+
+def _reaches(size: Any, span: _Span) -> bool:
+    """Whether a dimension is known to have all of the part; in a shorter one, the part would be cut off."""
+    return span.size is not None or known_at_least(size, span.start if span.stop is None else span.stop)
+
+
+def _less(one: Any, other: Any, call: Callable[..., Node]) -> Any:
+    """A difference of sizes, each a number or a node."""
+    if one is other or other == 0:
+        return 0 if one is other else one
+    return one - other if isinstance(one, int) and isinstance(other, int) else call(operator.sub, one, other)
 
 
 def _is_tensor(node: Node) -> bool:
@@ -167,17 +200,19 @@ def _bias(steps: list[Node], zeros: Node, call: Callable[..., Node]) -> Node:
     return result
 
 
-def _inside(bounds: list[tuple[int, int, int]], fake: torch.Tensor, call: Callable[..., Node]) -> Node:
+def _inside(spans: list[_Span], whole: Node, call: Callable[..., Node]) -> Node:
     """Whether an element is in the part, from comparisons of indices."""
+    device = whole.meta["example_value"].device
     conditions: list[Node] = []
-    for dim, (start, stop, size) in enumerate(bounds):
-        place: Node | None = None
-        for limit, usual, compare in ((start, 0, torch.ge), (stop, size, torch.lt)):
-            if limit != usual:
-                if place is None:
-                    shape = [-1] + [1] * (fake.dim() - dim - 1)
-                    place = call(torch.reshape, call(torch.arange, size, device=fake.device), shape)
-                conditions.append(call(compare, place, limit))
+    for dim, span in enumerate(spans):
+        if span.whole:
+            continue
+        size = call(torch.Tensor.size, whole, dim) if span.size is None else span.size
+        places = call(torch.reshape, call(torch.arange, size, device=device), [-1] + [1] * (len(spans) - dim - 1))
+        if span.start:
+            conditions.append(call(torch.ge, places, span.start))
+        if span.stop != span.size:
+            conditions.append(call(torch.lt, places, span.stop))
     result = conditions[0]
     for condition in conditions[1:]:
         result = call(torch.logical_and, result, condition)

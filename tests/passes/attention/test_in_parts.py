@@ -5,7 +5,10 @@ import operator
 import pytest
 import torch
 from fusion import Backend, compiled, differentiate, inputs
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from omnicomp.passes.attention.in_parts import _reaches, _Span
 from omnicomp.timeline import Rewrite
 
 INF = float("inf")
@@ -131,6 +134,61 @@ def test_a_symbolic_size_of_what_is_whole(function):
             torch._dynamo.mark_dynamic(each, 0)
         torch.testing.assert_close(program(*arguments), function(*arguments))
     backend.rewrite()
+
+
+def first_keys_filled(q, k, v, m):
+    s = scores(q, k)
+    s[..., :3] = -1e9
+    return s.softmax(-1) @ v
+
+
+def some_keys_lowered(q, k, v, m):
+    w = scores(q, k)
+    w[:, :, 1:, 0:2] -= m[:, :, 1:, 0:2]
+    w[..., 4:9] = -INF
+    return w.softmax(-1) @ v
+
+
+def last_keys_lowered(q, k, v, m):
+    s = scores(q, k)
+    s[..., 5:] += m[..., 5:]
+    return s.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [
+        (last_keys_filled, True),
+        (bias_without_the_class_token, True),
+        (first_keys_filled, True),
+        (some_keys_lowered, True),
+        (weights_zeroed, True),
+        (last_keys_lowered, True),
+        (from_the_end, False),
+    ],
+)
+def test_a_symbolic_size_that_is_cut(function, fused):
+    backend = Backend()
+    program = compiled(function, backend)
+    for length in (8, 12, 7, 4):
+        arguments = inputs(queries=length, keys=length)
+        for each in arguments:
+            torch._dynamo.maybe_mark_dynamic(each, 2)
+        torch._dynamo.maybe_mark_dynamic(arguments[-1], 3)
+        torch.testing.assert_close(program(*arguments), function(*arguments), equal_nan=True)
+    assert bool(backend.of(Rewrite)) is fused
+    assert len(backend.graphs) <= 3  # Dynamo itself makes others for lengths in which a part is cut off, or not there
+
+
+def test_a_part_is_known_to_be_there_or_not():
+    shapes = ShapeEnv()
+    size = shapes.create_symintnode(shapes.create_symbol(8, ConstantSource("length"), DimDynamic.DYNAMIC), hint=8)
+    assert _reaches(size, _Span(1, None, None))  # a symbolic size is two or more
+    assert _reaches(size, _Span(0, 2, None))
+    assert not _reaches(size, _Span(5, None, None))
+    assert not _reaches(size, _Span(0, 5, None))
+    assert _reaches(8, _Span(5, 8, 8))
+    assert not shapes.guards
 
 
 def a_factor_of_a_part(q, k, v, m):
