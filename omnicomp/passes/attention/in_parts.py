@@ -136,13 +136,14 @@ def _spans(index: Any, fake: torch.Tensor) -> list[_Span] | None:
 
 
 def _span(item: Any, size: Any) -> _Span | None:
-    given = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
-    if any(type(each) not in (int, type(None)) for each in given):
+    if type(item) is int:
+        item = slice(item, item + 1 or None)
+    if not isinstance(item, slice) or any(type(n) not in (int, type(None)) for n in (item.start, item.stop, item.step)):
         return None
     if isinstance(size, int):
-        span = range(size)[item] if isinstance(item, slice) else range(size)[item : item + 1 or None]
+        span = range(size)[item]
         return _Span(span.start, span.stop, size) if len(span) and span.step == 1 else None
-    if not isinstance(item, slice) or item.step not in (None, 1):
+    if item.step not in (None, 1):
         return None
     start, stop = item.start or 0, item.stop
     if start < 0 or (stop is not None and stop <= start):

@@ -149,6 +149,12 @@ def some_keys_lowered(q, k, v, m):
     return w.softmax(-1) @ v
 
 
+def first_key_filled(q, k, v, m):
+    s = scores(q, k)
+    s[..., 2:, 0] = -INF
+    return s.softmax(-1) @ v
+
+
 def last_keys_lowered(q, k, v, m):
     s = scores(q, k)
     s[..., 5:] += m[..., 5:]
@@ -161,6 +167,7 @@ def last_keys_lowered(q, k, v, m):
         (last_keys_filled, True),
         (bias_without_the_class_token, True),
         (first_keys_filled, True),
+        (first_key_filled, True),
         (some_keys_lowered, True),
         (weights_zeroed, True),
         (last_keys_lowered, True),
@@ -250,6 +257,12 @@ def of_the_program(q, k, v, m):
     return s.softmax(-1) @ v
 
 
+def a_dimension_more(q, k, v, m):
+    s = scores(q, k)
+    s[None, ..., 5:] = -INF
+    return s.softmax(-1) @ v
+
+
 def scores_returned(q, k, v, m):
     s = scores(q, k)
     s[..., 5:] += 1
@@ -268,6 +281,7 @@ def scores_returned(q, k, v, m):
         a_bias_that_changes_in_between,
         without_gradients,
         of_the_program,
+        a_dimension_more,
         scores_returned,
     ],
 )
