@@ -273,6 +273,10 @@ class Recording:
         return len(sizes.recorded) < _SAMPLES or self._decide(sizes)
 
     def _begins_round(self, sizes: _Sizes, inputs: list[Any]) -> bool:
+        """Count a call in its round; whether it is the first of one.
+
+        While the way is settled, weights are not looked at, and calls not counted.
+        """
         number = _phases[self._recordable.device].number
         begins, sizes.phase = sizes.phase != number, number
         if not sizes.verdict or sizes.calls > sizes.begin:

@@ -60,7 +60,7 @@ class Trees(CUDAGraphTreeManager):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pointers: set[int] = set()
         self._thread: weakref.ref[threading.Thread] | None = None
-        self._used_on = torch._C._cuda_getCurrentRawStream(device_index)  # in a tenth of `current_stream`'s time
+        self._used_on = torch._C._cuda_getCurrentRawStream(device_index)  # `current_stream` makes an object
         self._recording = False
         self._ran = False  # whether the call that is being made got as far as the program's code, or a replay
         self._inputs: list[Any] | None = None  # of a warm-up or a recording that is being made, or where they lie
